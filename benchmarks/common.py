@@ -1,0 +1,155 @@
+"""What the benchmarks share: prompts, provenance, tables, a stack to measure. Not part of the wheel."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent
+SETS = ("humaneval", "gsm8k_test", "mt_bench")
+
+
+def load_prompts(names: Sequence[str], count: int) -> list[str]:
+    """`count` prompts, drawn in turn from the named sets of benchmarks/prompts (or JSON-lines paths)."""
+    columns = []
+    for name in names:
+        path = ROOT / "prompts" / f"{name}.jsonl" if name in SETS else Path(name)
+        columns.append([json.loads(line)["prompt"] for line in path.read_text(encoding="utf-8").splitlines()])
+    rounds = zip(*columns, strict=False)
+    return [prompt for row in rounds for prompt in row][:count]
+
+
+def provenance() -> dict[str, Any]:
+    """Command, revision, machine and versions: what a reader needs to run the same again."""
+    cpu = platform.processor() or platform.machine()
+    flags = ""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        lines = cpuinfo.read_text().splitlines()
+        cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
+        flags = next((line for line in lines if line.startswith("flags")), "")
+    revision = subprocess.run(
+        ["git", "-C", str(ROOT), "describe", "--always", "--dirty"],
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.strip()
+    versions = {}
+    for name in ("torch", "transformers", "grpcio", "tokenizers"):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = None
+    return {
+        "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "revision": revision,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "python": platform.python_version(),
+        "cpu": cpu,
+        "cores": len(__import__("os").sched_getaffinity(0)),
+        "avx512_bf16": "avx512_bf16" in flags,
+        "versions": versions,
+    }
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A Markdown table; floats get two decimals."""
+
+    def cell(value: object) -> str:
+        return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    lines += ["| " + " | ".join(cell(value) for value in row) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def report(
+    name: str, header: Sequence[str], rows: Sequence[Sequence[object]], out: Path | None, **extra: Any
+) -> None:
+    """Print the table; with `out`, write it and its provenance as JSON too."""
+    print(table(header, rows), flush=True)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        body = {
+            "benchmark": name,
+            "provenance": provenance(),
+            "header": list(header),
+            "rows": list(rows),
+            **extra,
+        }
+        out.write_text(json.dumps(body, indent=1) + "\n")
+
+
+def arguments(doc: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    parser.add_argument(
+        "--out", type=Path, default=None, help="write the table with its provenance to this JSON file"
+    )
+    return parser
+
+
+@dataclass(frozen=True, slots=True)
+class RunningStack:
+    """A `specbridge serve` started for a benchmark."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@contextmanager
+def serve(*flags: str, start_timeout_s: float = 240.0) -> Iterator[RunningStack]:
+    """Run `specbridge serve` with `flags` on a free port; ready when /health answers 200."""
+    import httpx
+
+    port = free_port()
+    command = [
+        sys.executable,
+        "-m",
+        "specbridge.cli",
+        "serve",
+        "--http-port",
+        str(port),
+        "--grpc-port=0",
+        "--log-level=warning",
+        *flags,
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + start_timeout_s
+        url = f"http://127.0.0.1:{port}"
+        while True:
+            if process.poll() is not None:
+                raise SystemExit(f"{' '.join(command)} ended with exit code {process.returncode}")
+            try:
+                if httpx.get(f"{url}/health", timeout=2.0).status_code == 200:
+                    break
+            except httpx.HTTPError:
+                pass  # not listening yet
+            if time.monotonic() > deadline:
+                raise SystemExit(f"{' '.join(command)} was not ready after {start_timeout_s:.0f} s")
+            time.sleep(0.2)
+        yield RunningStack(url, process)
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()

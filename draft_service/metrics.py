@@ -1,0 +1,154 @@
+"""Metrics of the draft service: specbridge_draft_*.
+
+Owns names, labels and buckets. Does not own when something is counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from specbridge.channel.base import ChannelSnapshot
+from specbridge.metrics import ROUND_BUCKETS, new_registry
+from specbridge.rounds import DraftTimings
+from specbridge.tree import DraftTree
+
+TREE_SIZE_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+PROBABILITY_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+ACCEPTANCE_BUCKETS = (*range(1, 17), 24, 32)
+STAGES = ("queue", "channel_wait", "append", "forward", "tree", "service")
+RESULTS = ("proposed", "not_ready", "stale", "invalid", "capacity", "internal")
+
+
+class DraftMetrics:
+    """One object per process; `registry` is what /metrics serves."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        self.registry = registry if registry is not None else new_registry()
+
+        def counter(name: str, text: str, labels: Sequence[str] = ()) -> Counter:
+            return Counter(f"specbridge_draft_{name}", text, labels, registry=self.registry)
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"specbridge_draft_{name}", text, registry=self.registry)
+
+        def histogram(
+            name: str, text: str, buckets: Sequence[float], labels: Sequence[str] = ()
+        ) -> Histogram:
+            return Histogram(
+                f"specbridge_draft_{name}", text, labels, buckets=buckets, registry=self.registry
+            )
+
+        self.proposals = counter("proposals_total", "Proposals answered, by result.", ("result",))
+        self.tree_nodes = histogram("tree_nodes", "Nodes of a proposed tree.", TREE_SIZE_BUCKETS)
+        self.node_depth = counter("tree_node_depth_total", "Proposed nodes, by depth.", ("depth",))
+        self.node_probability = histogram(
+            "tree_node_probability",
+            "Path probability of proposed nodes under the draft.",
+            PROBABILITY_BUCKETS,
+        )
+        self.accepted_probability = histogram(
+            "accepted_node_probability",
+            "Path probability of proposed nodes that the target's text then went through.",
+            PROBABILITY_BUCKETS,
+        )
+        self.acceptance_length = histogram(
+            "acceptance_length",
+            "Tokens a proposed tree could have committed, bonus included, judged by the text that followed.",
+            ACCEPTANCE_BUCKETS,
+        )
+        self.pass_sessions = histogram(
+            "pass_sessions", "Sessions of one block pass.", (1, 2, 4, 8, 16, 32, 64, 128)
+        )
+        self.stage = histogram("stage_seconds", "Time of one reply by stage.", ROUND_BUCKETS, ("stage",))
+        self.append_rows = counter("append_rows_total", "Context rows appended.")
+        self.appends = counter("appends_total", "Append passes, by trigger.", ("trigger",))
+        self.eager = counter(
+            "eager_drafts_total", "Block passes begun before the gateway asked, by fate.", ("fate",)
+        )
+        self.chunks = counter("chunks_total", "Hidden-state chunks received, by fate.", ("fate",))
+        self.recaptures = counter(
+            "recaptures_total", "Re-captures asked of the target, by cause.", ("cause",)
+        )
+        self.prefix_query_tokens = counter(
+            "prefix_query_tokens_total", "Tokens looked up in the prefix index."
+        )
+        self.prefix_hit_tokens = counter("prefix_hit_tokens_total", "Tokens found there.")
+        self.evictions = counter("page_evictions_total", "Cached pages evicted.")
+        self.pages_used = gauge("pages_used", "Context pages held by sessions.")
+        self.pages_cached = gauge("pages_cached", "Context pages kept as reusable prefixes.")
+        self.pages_total = gauge("pages_total", "Context pages in all.")
+        self.sessions = gauge("sessions", "Open sessions.")
+        self.pending_rows = gauge("pending_rows", "Hidden-state rows received and not yet appended.")
+        self.attached = gauge("channel_attached", "1 while the hidden-state channel is up.")
+        self.attaches = counter("channel_attaches_total", "Times the channel came up, by transport.",
+                                ("transport",))  # fmt: skip
+        self.transport = Info("specbridge_draft_channel", "Transport in use and why.", registry=self.registry)
+        self.selfcheck_failed = gauge(
+            "selfcheck_failed", "1 if acceptance is so low that the drafter is probably misread."
+        )
+        self.selfcheck_acceptance = gauge(
+            "selfcheck_acceptance_length", "Mean acceptance length of the latest greedy rounds."
+        )
+        self.lease_expiries = counter(
+            "lease_expiries_total", "Gateways whose sessions were freed after a lost stream."
+        )
+        self.defects = counter("defects_total", "Unexpected errors in the engine.")
+        for stage in STAGES:
+            self.stage.labels(stage)
+        for result in RESULTS:
+            self.proposals.labels(result)
+        self.transport.info({"transport": "none", "reason": "not attached yet"})
+
+    def proposed(self, tree: DraftTree) -> None:
+        """Count one answered proposal."""
+        self.proposals.labels("proposed").inc()
+        self.tree_nodes.observe(len(tree))
+        if not tree.tokens:
+            return
+        counts: dict[int, int] = {}
+        for depth in tree.depths():
+            counts[depth] = counts.get(depth, 0) + 1
+        for depth, count in counts.items():
+            self.node_depth.labels(str(depth)).inc(count)
+        for score in tree.scores:
+            self.node_probability.observe(math.exp(score))
+
+    def accepted(self, tree: DraftTree, nodes: Sequence[int], length: int) -> None:
+        """Count one proposal whose fate is known: the nodes the text went through, the acceptance length."""
+        self.acceptance_length.observe(length)
+        for node in nodes:
+            self.accepted_probability.observe(math.exp(tree.scores[node]))
+
+    def timings(self, timings: DraftTimings) -> None:
+        for stage in STAGES:
+            self.stage.labels(stage).observe(getattr(timings, f"{stage}_ns") / 1e9)
+
+
+class ChannelCollector(Collector):
+    """The channel's own counters at this end, read when somebody scrapes."""
+
+    def __init__(self, snapshot: Callable[[], ChannelSnapshot]) -> None:
+        self._snapshot = snapshot
+
+    def collect(self) -> Iterable[Metric]:
+        counts = self._snapshot()
+        prefix = "specbridge_draft_channel"
+        moved = CounterMetricFamily(f"{prefix}_bytes", "Hidden-state bytes received", labels=["transport"])
+        for transport, amount in counts.bytes_by_transport.items():
+            moved.add_metric([transport], amount)
+        detaches = CounterMetricFamily(f"{prefix}_detaches", "Times the channel broke", labels=["cause"])
+        for cause, amount in counts.detaches.items():
+            detaches.add_metric([cause], amount)
+        yield from (moved, detaches)
+        for name, text, value in (
+            ("rows", "Hidden-state rows received", counts.rows),
+            ("acks", "Chunks acknowledged", counts.acked),
+            ("refused", "Attachments the target refused", counts.refused),
+        ):
+            yield CounterMetricFamily(f"{prefix}_{name}", text, value=value)

@@ -1,0 +1,169 @@
+"""A session of the draft service, and the table of them with their gateways' leases.
+
+Owns which sessions exist and whose they are. Does not own how chunks become context (ingest), trees
+(proposer) or requests (engine). Everything here runs on the engine's thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from specbridge.paging import PagedSequence
+from specbridge.rounds import Propose, SamplingParams, SessionKey
+from specbridge.tree import DraftTree
+
+
+class Chunk(Protocol):
+    """Hidden states of committed rows [first_position, first_position + count), as the channel delivers them.
+
+    rows: [count, taps * hidden], a view that stays readable until the chunk is acknowledged. tokens: ids of
+    the rows. anchor: the session's anchor after these rows, None while a prefill goes on.
+    """
+
+    @property
+    def chunk_id(self) -> int: ...
+    @property
+    def session(self) -> SessionKey: ...
+    @property
+    def first_position(self) -> int: ...
+    @property
+    def count(self) -> int: ...
+    @property
+    def tokens(self) -> Sequence[int]: ...
+    @property
+    def anchor(self) -> int | None: ...
+    @property
+    def rows(self) -> torch.Tensor: ...
+    def valid(self) -> bool:
+        """False once the ring's slots may hold other rows."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A chunk whose rows wait to be appended; its first `skip` rows are in the context already."""
+
+    chunk: Chunk
+    skip: int
+    received_s: float
+
+    @property
+    def rows(self) -> int:
+        return self.chunk.count - self.skip
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """A tree grown for (base, anchor) with room for `max_nodes` nodes of depth `max_depth`."""
+
+    base: int
+    anchor: int
+    max_nodes: int
+    max_depth: int
+    tree: DraftTree
+    at_s: float
+
+    def answers(self, anchor: int, base: int, max_nodes: int, max_depth: int) -> bool:
+        """Whether a prefix of it is the tree that is wanted."""
+        wanted = (anchor, base, max_depth)
+        return wanted == (self.anchor, self.base, self.max_depth) and max_nodes <= self.max_nodes
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """Mutable state of one session.
+
+    sequence: committed context rows in pages; rows in `pending` follow it without a gap.
+    recapture_at: when missing rows were asked for, None if they are not missing.
+    behind_since: since when proposals have found the context too short, None if the latest did not.
+    awaiting: a tree was handed out and no chunk has come since; fresh_anchor: the anchor of the chunk that
+    then came.
+    starved: context could not grow for want of pages; `parked` holds the tokens it had.
+    proposed: the latest tree handed out, until the text that follows has been seen.
+    eager: a tree grown before it was asked for; latest: the latest proposal, whose caps it goes by.
+    noise: Gumbel rows by position, each used by several rounds.
+    """
+
+    key: SessionKey
+    sampling: SamplingParams
+    salt: bytes
+    sequence: PagedSequence
+    pending: deque[Pending] = field(default_factory=deque)
+    pending_rows: int = 0
+    recapture_at: float | None = None
+    behind_since: float | None = None
+    starved_at: float | None = None
+    parked: list[int] = field(default_factory=list)
+    proposed: Drafted | None = None
+    awaiting: bool = False
+    fresh_anchor: int | None = None
+    eager: Drafted | None = None
+    latest: Propose | None = None
+    noise: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def end(self) -> int:
+        """Rows that are appended or can be at once."""
+        return self.sequence.length + self.pending_rows
+
+
+class SessionTable:
+    """Sessions by (gateway, number), and since when each gateway has no stream."""
+
+    def __init__(self, lease_s: float) -> None:
+        self._lease_s = lease_s
+        self._sessions: dict[tuple[bytes, int], Session] = {}
+        self._stream_of: dict[bytes, object] = {}
+        self._expires: dict[bytes, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(self._sessions.values())
+
+    def get(self, key: SessionKey) -> Session | None:
+        """The session of exactly this incarnation."""
+        session = self._sessions.get((key.gateway, key.number))
+        return session if session is not None and session.key == key else None
+
+    def any_incarnation(self, key: SessionKey) -> Session | None:
+        return self._sessions.get((key.gateway, key.number))
+
+    def add(self, session: Session) -> None:
+        assert (session.key.gateway, session.key.number) not in self._sessions
+        self._sessions[session.key.gateway, session.key.number] = session
+
+    def remove(self, session: Session) -> None:
+        del self._sessions[session.key.gateway, session.key.number]
+
+    # ---- leases ------------------------------------------------------------------------------
+
+    def seen(self, gateway: bytes, stream: object) -> None:
+        """A message of `gateway` came over `stream`: its sessions belong to that stream now."""
+        self._stream_of[gateway] = stream
+        self._expires.pop(gateway, None)
+
+    def stream_closed(self, stream: object, now: float) -> None:
+        """The gateways of `stream` have `lease_s` seconds to come back."""
+        for gateway, owner in self._stream_of.items():
+            if owner is stream:
+                self._expires.setdefault(gateway, now + self._lease_s)
+
+    def next_expiry(self) -> float | None:
+        return min(self._expires.values(), default=None)
+
+    def expired(self, now: float) -> dict[bytes, list[Session]]:
+        """Gateways whose lease ran out, with their sessions; they are forgotten, the sessions are the
+        caller's to close.
+        """
+        gone = [gateway for gateway, at in self._expires.items() if at <= now]
+        for gateway in gone:
+            del self._expires[gateway]
+            self._stream_of.pop(gateway, None)
+        return {gateway: [s for s in self if s.key.gateway == gateway] for gateway in gone}

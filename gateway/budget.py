@@ -1,0 +1,158 @@
+"""How many tree nodes each session may draft and verify this round.
+
+Owns the policy interface and the simple policy: one cap per tree, one pool of verify rows. Pure: no I/O,
+no clock. The cost-based policy slots in behind `BudgetPolicy` without moving the scheduler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import ge, lt
+from typing import Protocol
+
+from gateway.generation import RoundRecord
+from specbridge.errors import InvalidRequest
+from specbridge.tree import EMPTY_TREE, DraftTree
+
+__all__ = ["BudgetPolicy", "Candidate", "Outcome", "Plan", "SharedRows", "depth_limit", "fit_tree"]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One running session as a policy sees it.
+
+    max_nodes   this session's own cap (request, draft and target limits); 0: it can't speculate this round
+    max_depth   deepest tree that can still be used
+    context     committed rows, for context-dependent cost curves
+    sampled     whether its tokens are sampled (calibration differs from greedy)
+    """
+
+    number: int
+    max_nodes: int
+    max_depth: int
+    context: int
+    sampled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """nodes[i]: most nodes to ask the draft for, for candidate i; `skipped` says why none is asked, if so."""
+
+    nodes: tuple[int, ...]
+    skipped: str = ""
+
+    @property
+    def drafts(self) -> bool:
+        return any(self.nodes)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one session's tree; indexes of the accepted nodes, root to leaf."""
+
+    number: int
+    tree: DraftTree
+    accepted: tuple[int, ...]
+    sampled: bool = False
+
+
+class BudgetPolicy(Protocol):
+    """Called once a round each, in this order, by one cohort's loop."""
+
+    def plan(self, candidates: Sequence[Candidate]) -> Plan:
+        """Before the draft: what to ask for. Zero everywhere skips the draft."""
+        ...
+
+    def cut(self, candidates: Sequence[Candidate], trees: Sequence[DraftTree]) -> Sequence[DraftTree]:
+        """After the draft: the trees to verify, each a prefix of the one given."""
+        ...
+
+    def observe(self, record: RoundRecord, outcomes: Sequence[Outcome]) -> None:
+        """After the round: what it cost and what was accepted."""
+        ...
+
+
+def depth_limit(*, block_size: int, remaining: int, max_length: int, num_tokens: int) -> int:
+    """Deepest usable tree: min(B-1, remaining-1, max_length-num_tokens-1), never below 0.
+
+    block_size counts the anchor; remaining = tokens the request may still get; num_tokens = prompt and
+    output. A tree of depth d commits up to d + 1 tokens, the bonus included.
+    """
+    return max(0, min(block_size - 1, remaining - 1, max_length - num_tokens - 1))
+
+
+def fit_tree(tree: DraftTree, *, max_nodes: int, max_depth: int, vocab_size: int) -> DraftTree:
+    """The best part of `tree` that may be verified. Raises InvalidRequest if the tree itself is malformed.
+
+    Deeper or larger than asked for is not malformed: a prefix of best-first order is the best smaller tree.
+    """
+    size = len(tree.tokens)
+    if size == 0 and not tree.parents and not tree.scores:
+        return EMPTY_TREE
+    if not _well_formed(tree, vocab_size):
+        tree.validate(vocab_size=vocab_size, max_nodes=max(size, 1), max_depth=max(size, 1))
+    if max_nodes <= 0 or max_depth <= 0:
+        return EMPTY_TREE
+    # A tree of no more nodes than levels can't be too deep.
+    return (tree if size <= max_depth else tree.limit_depth(max_depth)).prefix(max_nodes)
+
+
+def _well_formed(tree: DraftTree, vocab_size: int) -> bool:
+    """DraftTree.validate's rules without its messages, at a tenth of its cost: it runs for every tree."""
+    tokens, parents, scores = tree.tokens, tree.parents, tree.scores
+    size = len(tokens)
+    return (
+        len(parents) == len(scores) == size > 0
+        and min(tokens) >= 0
+        and max(tokens) < vocab_size
+        and min(parents) >= -1
+        and all(map(lt, parents, range(size)))
+        # NaN compares false with everything.
+        and scores[0] <= 0.0
+        and all(map(ge, scores, scores[1:]))
+        and len(set(zip(parents, tokens, strict=True))) == size
+    )
+
+
+class SharedRows:
+    """The simple policy: a cap per tree, a pool of verify rows shared by all, no draft pass for crumbs.
+
+    Every running session has its anchor row in any case; what is left of `max_verify_rows` is shared evenly
+    by the sessions that can speculate. Leftover rows go to the first ones.
+    """
+
+    def __init__(self, *, tree_budget: int, max_verify_rows: int, min_tree: int) -> None:
+        for name, value in (("tree_budget", tree_budget), ("min_tree", min_tree)):
+            if value < 0:
+                raise InvalidRequest(f"{name} is {value}; it must be at least 0", param=name)
+        if max_verify_rows < 1:
+            raise InvalidRequest(
+                f"max_verify_rows is {max_verify_rows}; it must be at least 1", param="max_verify_rows"
+            )
+        self.tree_budget = tree_budget
+        self.max_verify_rows = max_verify_rows
+        self.min_tree = min_tree
+
+    def plan(self, candidates: Sequence[Candidate]) -> Plan:
+        none = (0,) * len(candidates)
+        if self.tree_budget == 0:
+            return Plan(none, "budget")
+        able = [i for i, c in enumerate(candidates) if c.max_nodes > 0 and c.max_depth > 0]
+        if not able:
+            return Plan(none)
+        free = max(0, self.max_verify_rows - len(candidates))
+        share, extra = divmod(free, len(able))
+        # A budget the operator set below min_tree is meant: only sharing may make the draft not worth it.
+        if share < min(self.min_tree, self.tree_budget) or share == 0:
+            return Plan(none, "budget")
+        nodes = list(none)
+        for place, i in enumerate(able):
+            nodes[i] = min(self.tree_budget, candidates[i].max_nodes, share + (1 if place < extra else 0))
+        return Plan(tuple(nodes))
+
+    def cut(self, candidates: Sequence[Candidate], trees: Sequence[DraftTree]) -> Sequence[DraftTree]:
+        return trees
+
+    def observe(self, record: RoundRecord, outcomes: Sequence[Outcome]) -> None:
+        return None

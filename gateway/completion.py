@@ -1,0 +1,385 @@
+"""One request as clients see it: a prompt in, text deltas and a summary out.
+
+Owns what gRPC and REST have in common: the model's limits and defaults, resolving a request against them,
+joining the scheduler's token events with the text stream (stop strings, ends). Does not own rounds
+(scheduler) nor any wire format (rest, openai, server).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from gateway.detokenize import TextDelta, TextStream
+from gateway.generation import Generation, GenerationRequest, SpecStats, TokenEvent
+from gateway.text import Tokenizer
+from specbridge.errors import InvalidRequest, Unavailable
+from specbridge.rounds import DraftInfo, FinishReason, SamplingParams, StopParams, TargetInfo
+
+log = logging.getLogger(__name__)
+
+MAX_STOP_STRINGS = 32
+MAX_STOP_LENGTH = 1024
+_SEED_BITS = 53
+"""Of a seed that is drawn here: a reported seed has to survive JSON readers that hold numbers as doubles."""
+_LONG_TEXT = 8192
+"""Characters from which a prompt is tokenised on a worker thread: the event loop has rounds to drive."""
+
+
+class Scheduler(Protocol):
+    """What the surfaces need of gateway.scheduler."""
+
+    @property
+    def target_info(self) -> TargetInfo | None: ...
+
+    @property
+    def draft_info(self) -> DraftInfo | None: ...
+
+    @property
+    def queue_length(self) -> int: ...
+
+    @property
+    def running(self) -> int: ...
+
+    @property
+    def target_connected(self) -> bool: ...
+
+    def generate(self, request: GenerationRequest) -> Generation: ...
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """Prompt and output don't fit the model's length."""
+
+
+class Phase(enum.Enum):
+    """Where the gateway is in its life. Requests are taken while SERVING only."""
+
+    STARTING = "starting"
+    SERVING = "serving"
+    DRAINING = "draining"
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionParams:
+    """A client's wishes; None where it left the field out. `top_k` 0 or -1: off."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    speculate: bool = True
+    max_tree_nodes: int | None = None
+    cache_salt: bytes = b""
+    deadline_s: float | None = None
+    request_id: str = "-"
+    max_tokens_name: str = "max_tokens"
+    """The field's name in the client's request, for messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """How a request ended. `stop_reason`: the stop string or stop id (not eos) that ended it."""
+
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    seed: int
+    stats: SpecStats
+
+
+class Completion:
+    """A running request. Iterate `deltas()` to its end, then read `summary`.
+
+    Leaving the iteration early (break, cancellation, aclose of the iterator) frees the sessions.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        text: TextStream,
+        *,
+        prompt_tokens: int,
+        end_ids: frozenset[int],
+        eos: frozenset[int],
+        detailed: bool = False,
+    ) -> None:
+        self._detailed = detailed
+        self._generation = generation
+        self._text = text
+        self._prompt_tokens = prompt_tokens
+        self._end_ids = end_ids
+        self._eos = eos
+        self.summary: Summary | None = None
+        """Set when `deltas()` has been read to its end."""
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens delivered so far."""
+        return self._text.num_tokens
+
+    async def deltas(self) -> AsyncGenerator[TextDelta]:
+        """What became final, in order; empty deltas are left out. Raises the scheduler's typed errors."""
+        text, hold_back = self._text, self._text.holds_back
+        async with self._generation as generation:
+            async for event in generation:
+                reason = event.finish_reason
+                tokens = event.tokens
+                ended = reason is FinishReason.STOP and bool(tokens) and tokens[-1] in self._end_ids
+                delta = text.push(tokens, last_stops=ended)
+                if reason is not FinishReason.RUNNING and text.matched is None:
+                    tail = text.finish()
+                    delta = TextDelta(delta.text + tail.text, delta.token_ids + tail.token_ids, tail.stop)
+                if text.matched is not None:
+                    stats = generation.stop(output_tokens=text.num_tokens)
+                    self._finish(event, FinishReason.STOP, stop_reason=text.matched, stats=stats)
+                elif reason is not FinishReason.RUNNING:
+                    last = tokens[-1] if ended and tokens[-1] not in self._eos else None
+                    self._finish(event, reason, stop_reason=last, stats=event.stats or SpecStats())
+                elif hold_back:
+                    generation.deliver(text.num_tokens)
+                if delta.text or delta.token_ids:
+                    yield delta
+                if self.summary is not None:
+                    return
+        raise Unavailable("the request ended without a result; try again")
+
+    async def aclose(self) -> None:
+        """Free the sessions of a request whose deltas nobody will read. Idempotent."""
+        await self._generation.aclose()
+
+    def _finish(
+        self, event: TokenEvent, reason: FinishReason, *, stop_reason: str | int | None, stats: SpecStats
+    ) -> None:
+        if not self._detailed:
+            stats = replace(stats, per_step_accepted=(), per_step_drafted=())
+        self.summary = Summary(
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=self._text.num_tokens,
+            cached_tokens=event.cached_tokens,
+            seed=event.seed,
+            stats=stats,
+        )
+
+
+class CompletionService:
+    """The model as gRPC and REST offer it.
+
+    names     the name the model is served under, then its aliases
+    detailed  keep the per-round lists in requests' statistics
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        tokenizer: Tokenizer,
+        *,
+        names: Sequence[str],
+        tree_budget: int = 0,
+        detailed: bool = False,
+    ) -> None:
+        self.scheduler = scheduler
+        self.tokenizer = tokenizer
+        self.names = tuple(dict.fromkeys(names))
+        self.tree_budget = tree_budget
+        self.detailed = detailed
+        self.created = int(time.time())
+        self.phase = Phase.STARTING
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def healthy(self) -> bool:
+        """Requests are taken and the target is there."""
+        return self.phase is Phase.SERVING and self.scheduler.target_connected
+
+    @property
+    def info(self) -> TargetInfo:
+        """Raises Unavailable while the target has not been reached."""
+        info = self.scheduler.target_info
+        if info is None:
+            raise Unavailable("the target service has not been reached yet; try again in a moment")
+        return info
+
+    @property
+    def fingerprint(self) -> str:
+        """`system_fingerprint`: changes with weights, dtype and configuration of the target."""
+        return f"fp_{self.info.fingerprint[:16]}"
+
+    def check_serving(self) -> None:
+        """Raises Unavailable unless requests are taken now."""
+        if self.phase is Phase.DRAINING:
+            raise Unavailable("the gateway is shutting down; use another one")
+        if self.phase is Phase.STARTING:
+            raise Unavailable(
+                "the gateway is waiting for the target service to be warm; try again in a moment"
+            )
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a raw prompt."""
+        if len(text) < _LONG_TEXT:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Ids of a chat prompt. Raises InvalidRequest if the template refuses the messages."""
+        text = self.tokenizer.render_chat(
+            messages, add_generation_prompt=add_generation_prompt, variables=variables
+        )
+        return await self.encode(text, add_special_tokens=False)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Text of any ids. Raises InvalidRequest for ids outside the vocabulary."""
+        vocab_size = self.info.vocab_size
+        for token_id in ids:
+            if not 0 <= token_id < vocab_size:
+                raise InvalidRequest(f"token id {token_id} is not in [0, {vocab_size})", param="tokens")
+        return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def start(
+        self, prompt: Sequence[int], params: CompletionParams, *, prompt_name: str = "prompt"
+    ) -> Completion:
+        """Admit a request. Raises InvalidRequest naming the field, CapacityError, Unavailable.
+
+        prompt_name: the field the prompt came from, for messages.
+        """
+        self.check_serving()
+        info = self.info
+        max_tokens = self._check(prompt, params, info, prompt_name=prompt_name)
+        defaults = self.tokenizer.defaults
+        top_k = defaults.top_k if params.top_k is None else params.top_k
+        sampling = SamplingParams(
+            temperature=defaults.temperature if params.temperature is None else params.temperature,
+            top_k=0 if top_k == -1 else top_k,
+            top_p=defaults.top_p if params.top_p is None else params.top_p,
+            min_p=defaults.min_p if params.min_p is None else params.min_p,
+        )
+        sampling.validate()
+        eos = frozenset(info.eos_token_ids)
+        stop_ids = frozenset(params.stop_token_ids)
+        generation = self.scheduler.generate(
+            GenerationRequest(
+                tokens=tuple(prompt),
+                sampling=sampling,
+                stop=StopParams(
+                    max_tokens=max_tokens,
+                    stop_token_ids=params.stop_token_ids,
+                    min_tokens=params.min_tokens,
+                    ignore_eos=params.ignore_eos,
+                ),
+                seed=secrets.randbits(_SEED_BITS) if params.seed is None else params.seed,
+                speculate=params.speculate,
+                max_tree_nodes=params.max_tree_nodes,
+                request_id=params.request_id,
+                deadline_s=params.deadline_s,
+                cache_salt=params.cache_salt,
+                hold_back=bool(params.stop),
+            )
+        )
+        text = self.tokenizer.stream(
+            params.stop,
+            min_tokens=params.min_tokens,
+            include_stop=params.include_stop,
+            skip_special_tokens=params.skip_special_tokens,
+        )
+        return Completion(
+            generation,
+            text,
+            prompt_tokens=len(prompt),
+            end_ids=stop_ids if params.ignore_eos else stop_ids | eos,
+            eos=eos,
+            detailed=self.detailed,
+        )
+
+    def _check(
+        self, prompt: Sequence[int], params: CompletionParams, info: TargetInfo, *, prompt_name: str
+    ) -> int:
+        """Limits of the model; returns max_tokens resolved."""
+        if not prompt:
+            raise InvalidRequest(
+                f"{prompt_name} is empty; it must give at least one token", param=prompt_name
+            )
+        worst = max(prompt)
+        if worst >= info.vocab_size or min(prompt) < 0:
+            bad = worst if worst >= info.vocab_size else min(prompt)
+            raise InvalidRequest(
+                f"{prompt_name} holds token id {bad}; ids must be in [0, {info.vocab_size})",
+                param=prompt_name,
+            )
+        left = info.max_length - len(prompt)
+        if left < 1:
+            raise ContextLengthExceeded(
+                f"the prompt has {len(prompt)} tokens; with at least one token of output it must fit the "
+                f"model's length of {info.max_length} tokens; shorten it",
+                param=prompt_name,
+            )
+        name = params.max_tokens_name
+        max_tokens = left if params.max_tokens is None else params.max_tokens
+        if max_tokens < 1:
+            raise InvalidRequest(f"{name} is {max_tokens}; it must be at least 1", param=name)
+        if max_tokens > left:
+            raise ContextLengthExceeded(
+                f"the prompt has {len(prompt)} tokens and {name} is {max_tokens}: together "
+                f"{len(prompt) + max_tokens}, more than the model's length of {info.max_length} tokens; "
+                f"lower {name} to {left} or shorten the prompt",
+                param=name,
+            )
+        if not 0 <= params.min_tokens <= max_tokens:
+            raise InvalidRequest(
+                f"min_tokens is {params.min_tokens}; it must be in [0, {name}], that is at most {max_tokens}",
+                param="min_tokens",
+            )
+        for token_id in params.stop_token_ids:
+            if not 0 <= token_id < info.vocab_size:
+                raise InvalidRequest(
+                    f"stop_token_ids holds {token_id}; ids must be in [0, {info.vocab_size})",
+                    param="stop_token_ids",
+                )
+        if params.seed is not None and not -(2**63) <= params.seed < 2**64:
+            raise InvalidRequest(f"seed is {params.seed}; it must fit 64 bits", param="seed")
+        if params.max_tree_nodes is not None and params.max_tree_nodes < 0:
+            raise InvalidRequest(
+                f"max_tree_nodes is {params.max_tree_nodes}; it must be 0 or more", param="max_tree_nodes"
+            )
+        _check_stops(params.stop)
+        return max_tokens
+
+
+def _check_stops(stops: Sequence[str]) -> None:
+    if len(stops) > MAX_STOP_STRINGS:
+        raise InvalidRequest(
+            f"stop has {len(stops)} strings; at most {MAX_STOP_STRINGS} are allowed", param="stop"
+        )
+    for stop in stops:
+        if not stop:
+            raise InvalidRequest("stop holds an empty string; leave it out", param="stop")
+        if len(stop) > MAX_STOP_LENGTH:
+            raise InvalidRequest(
+                f"stop holds a string of {len(stop)} characters; at most {MAX_STOP_LENGTH} are allowed",
+                param="stop",
+            )

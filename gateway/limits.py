@@ -1,0 +1,60 @@
+"""The scheduler's numbers: sizes, time-outs and rates, with their checks.
+
+config.py builds this from the gateway's settings; tests build it directly. Owns no behaviour.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from specbridge.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """Counts are sessions, nodes or rows; times are seconds.
+
+    tree_budget        most nodes of a session's tree; 0: never speculate
+    max_verify_rows    rows of one verify pass, shared by the running sessions (anchors included)
+    min_tree           a share below this many nodes is not worth a draft pass: the round skips it
+    max_queue          requests waiting for admission before CapacityError
+    max_running        sessions opening or running at once (the target's own limit also holds)
+    draft_timeout      wait for a propose batch; then the round goes on with what came
+    draft_stall        an unanswered propose this old: the draft's stream is dropped and opened anew
+    target_timeout     wait for a verify batch; then the target's stream is dropped and sessions re-opened
+    open_timeout       wait for the draft to acknowledge an open
+    first_timeout      wait for a prefill's first token before the open is tried again
+    give_up            a request that the target has not served for this long fails
+    reopen_backoff     first wait before a session is opened again at the target; doubles up to
+                       reopen_backoff_max
+    draft_reopens_per_s  running sessions re-opened at the draft a second (each costs a re-capture)
+    recheck            pause before a draft that does not fit the target is asked again who it is
+    draft_reopen_min_tokens  not re-opened at the draft with fewer tokens left than this
+    """
+
+    tree_budget: int = 16
+    max_verify_rows: int = 64
+    min_tree: int = 4
+    max_queue: int = 256
+    max_running: int = 64
+    cohorts: int = 1
+    draft_timeout: float = 1.0
+    draft_stall: float = 10.0
+    target_timeout: float = 60.0
+    open_timeout: float = 2.0
+    first_timeout: float = 600.0
+    give_up: float = 60.0
+    reopen_backoff: float = 0.05
+    reopen_backoff_max: float = 2.0
+    draft_reopens_per_s: float = 20.0
+    draft_reopen_min_tokens: int = 4
+    connect_timeout: float = 5.0
+    recheck: float = 2.0
+
+    def __post_init__(self) -> None:
+        zero_legal = ("tree_budget", "max_queue", "min_tree", "draft_reopen_min_tokens")
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if not (value >= 0 if item.name in zero_legal else value > 0):
+                legal = "at least 0" if item.name in zero_legal else "positive"
+                raise ConfigError(f"{item.name} is {value}; it must be {legal}")

@@ -1,0 +1,236 @@
+"""The rounds: draft → verify → commit, over and over, for the running sessions of a cohort.
+
+Owns one round's course, applying its results, what a target's error means for a running session, and waking
+the readers. Does not own admission, opening or releases: those are the host's (scheduler.py).
+
+Tokens are handed to readers while the next pass is already under way: results are applied, the next batch is
+sent, and only then are the readers woken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Protocol
+
+from gateway.budget import BudgetPolicy, Outcome
+from gateway.drafting import Drafting, DraftPhase, Entry, entry_for
+from gateway.generation import RoundObserver, RoundRecord
+from gateway.limits import SchedulerLimits
+from gateway.link import TargetLink
+from gateway.session import Phase, Session
+from specbridge.errors import (
+    CapacityError,
+    InternalError,
+    InvalidRequest,
+    NotReady,
+    SpecBridgeError,
+    Stale,
+    Unavailable,
+)
+from specbridge.rounds import SessionKey, TargetResult, TargetResultKind, TargetTimings, Verify
+
+log = logging.getLogger(__name__)
+
+
+class RoundHost(Protocol):
+    """What a round does to sessions that do not simply go on."""
+
+    def lose(self, session: Session, cause: str) -> None:
+        """The target no longer runs it: open it again."""
+        ...
+
+    def fail(self, session: Session, error: SpecBridgeError) -> None: ...
+
+    def retire(self, session: Session) -> None: ...
+
+
+class Cohort:
+    """Sessions whose rounds go together: at most one propose and one verify batch under way."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.running: dict[int, Session] = {}
+        self.filled = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+
+
+class RoundRunner:
+    """Runs cohorts' rounds; one task per cohort calls `run`."""
+
+    def __init__(
+        self,
+        target: TargetLink,
+        drafting: Drafting,
+        policy: BudgetPolicy,
+        *,
+        limits: SchedulerLimits,
+        observer: RoundObserver,
+        host: RoundHost,
+    ) -> None:
+        self._target = target
+        self._drafting = drafting
+        self._policy = policy
+        self._limits = limits
+        self._observer = observer
+        self._host = host
+        self._to_wake: list[Session] = []
+
+    async def run(self, cohort: Cohort) -> None:
+        while True:
+            if not cohort.running:
+                self.wake_readers()
+                cohort.filled.clear()
+                await cohort.filled.wait()
+            try:
+                await self._round(cohort)
+            except Exception as error:  # one defect must not stop every stream for good
+                log.exception("a round failed")
+                for session in list(cohort.running.values()):
+                    self._host.fail(session, InternalError(f"a round failed: {error}"))
+
+    async def _round(self, cohort: Cohort) -> None:
+        started = time.monotonic()
+        info = self._target.info
+        assert info is not None
+        block_size = self._drafting.block_size
+        self._drafting.reopen(list(cohort.running.values()), started)
+        entries = [
+            entry_for(session, block_size=block_size, max_length=info.max_length)
+            for session in cohort.running.values()
+        ]
+        phase = await self._drafting.run(entries, self._policy, cohort=cohort.index, target=info)
+        # Readers may have gone, the target may have broken, while the draft was at work.
+        entries = [e for e in entries if e.session.phase is Phase.RUNNING and e.session.key == e.key]
+        if not entries:
+            return
+        sent = time.monotonic()
+        exchange = self._target.send(
+            tuple(Verify(e.key, e.base, e.tree) for e in entries), [e.key for e in entries]
+        )
+        self.wake_readers()
+        complete = await self._target.wait(exchange, self._limits.target_timeout)
+        answered = time.monotonic()
+        tokens, outcomes = self._apply(entries, exchange.results)
+        if not complete:
+            self._broken(entries, exchange.results, exchange.failure)
+        record = self._record(
+            cohort,
+            entries,
+            phase,
+            exchange.timings,
+            tokens=tokens,
+            outcomes=outcomes,
+            total_s=time.monotonic() - started,
+            verify_wait_s=answered - sent,
+        )
+        self._observer.on_round(record)
+        self._policy.observe(record, outcomes)
+
+    def _apply(
+        self, entries: list[Entry], results: dict[SessionKey, TargetResult]
+    ) -> tuple[int, list[Outcome]]:
+        """Apply a verify batch's results; the number of tokens and the trees' outcomes."""
+        tokens = 0
+        outcomes: list[Outcome] = []
+        for entry in entries:
+            session = entry.session
+            result = results.get(entry.key)
+            if result is None or session.phase is not Phase.RUNNING or session.key != entry.key:
+                continue
+            if result.kind is TargetResultKind.PREEMPTED:
+                self._host.lose(session, "preempted")
+            elif result.kind is not TargetResultKind.VERIFIED:
+                self.on_error(session, result.error)
+            elif result.base != session.base or not result.tokens:
+                log.error("session %s: result for base %d, expected %d", entry.key, result.base, session.base)
+                self._host.lose(session, "stale")
+            else:
+                session.take_round(result, len(entry.tree))
+                tokens += len(result.tokens)
+                if entry.tree:
+                    outcomes.append(
+                        Outcome(
+                            session.key.number,
+                            entry.tree,
+                            result.accepted,
+                            sampled=not session.sampling.greedy,
+                        )
+                    )
+                self._to_wake.append(session)
+                if session.finished:
+                    self._host.retire(session)
+        return tokens, outcomes
+
+    def _broken(self, entries: list[Entry], results: dict[SessionKey, TargetResult], failure: str) -> None:
+        """A verify batch was not answered in full; whether the target committed it is unknown."""
+        for entry in entries:
+            if (
+                entry.key not in results
+                and entry.session.phase is Phase.RUNNING
+                and entry.session.key == entry.key
+            ):
+                self._host.lose(entry.session, "disconnected" if failure else "timeout")
+        if not failure and self._target.up:
+            self._target.client.reset(f"no answer to a verify batch for {self._limits.target_timeout} s")
+
+    def _record(
+        self,
+        cohort: Cohort,
+        entries: list[Entry],
+        phase: DraftPhase,
+        timings: TargetTimings | None,
+        *,
+        tokens: int,
+        outcomes: list[Outcome],
+        total_s: float,
+        verify_wait_s: float,
+    ) -> RoundRecord:
+        nodes = sum(len(e.tree) for e in entries)
+        return RoundRecord(
+            sessions=len(entries),
+            speculating=sum(1 for e in entries if e.tree),
+            rows=nodes + len(entries),
+            nodes=nodes,
+            tokens=tokens,
+            accepted=sum(len(o.accepted) for o in outcomes),
+            total_s=total_s,
+            draft_wait_s=phase.wait_s,
+            verify_wait_s=verify_wait_s,
+            draft_service_s=phase.timings.service_ns / 1e9 if phase.timings else 0.0,
+            verify_service_s=timings.service_ns / 1e9 if timings else 0.0,
+            skipped=phase.skipped,
+            cohort=cohort.index,
+            draft_timings=phase.timings,
+            target_timings=timings,
+        )
+
+    def wake_readers(self) -> None:
+        if self._to_wake:
+            ready, self._to_wake = self._to_wake, []
+            for session in ready:
+                session.wake()
+
+    def on_error(self, session: Session, error: SpecBridgeError | None) -> None:
+        """The target answered a running session with an error; it is gone there unless NOT_READY."""
+        if isinstance(error, NotReady):
+            return
+        if isinstance(error, Stale):
+            self._host.lose(session, "stale")
+        elif isinstance(error, CapacityError):
+            self._host.lose(session, "capacity")
+        elif isinstance(error, Unavailable):
+            self._host.lose(session, "error")
+        else:
+            session.failures += 1
+            if session.failures > 2:
+                self._host.fail(
+                    session, error or InternalError("the target reported an error without saying which")
+                )
+                return
+            log.warning("session %s: the target reports %r", session.key, error)
+            if isinstance(error, InvalidRequest):
+                # It can only be the tree: everything else of the session was accepted before.
+                session.speculate = False
+            self._host.lose(session, "error")

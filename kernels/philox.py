@@ -1,0 +1,156 @@
+"""Counter-based noise: Philox4x32-10 and the Gumbel rows that the commit rule adds to logits.
+
+Owns the generator (J. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) and its use:
+
+    key     = seed, 64 bits, low word first (a negative seed is taken mod 2^64)
+    counter = (v div 4, position, choice, 0); token v takes word v mod 4
+    w       = min((fp32(h) + 0.5) * 2^-32, 1 - 2^-24)          h: the 32-bit word
+    g       = -log(-log1p(-w))                                 all fp32; within [-2.82, 22.88], never infinite
+
+The words are equal on every device and for every way of cutting the vocabulary or the batch; the two
+logarithms are the device's own fp32 functions. Does not own how tokens are chosen (target_service.sampling).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+_M0, _M1 = 0xD2511F53, 0xCD9E8D57
+_W0, _W1 = 0x9E3779B9, 0xBB67AE85
+_MASK = 0xFFFFFFFF
+_SCALE = 2.0**-32
+_LARGEST = 1.0 - 2.0**-24
+
+Ints = Sequence[int] | torch.Tensor
+"""One integer a row: a list, or an int64 tensor [n] (a 64-bit seed in its two's complement)."""
+
+
+def philox4x32_10(
+    counter: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    key: tuple[torch.Tensor, torch.Tensor],
+) -> torch.Tensor:
+    """Ten rounds of Philox4x32 in torch, on the device of its arguments.
+
+    counter: four int64 tensors of 32-bit words; key: two. All broadcast to one shape [...].
+    Returns int64 [..., 4], the output words, each in [0, 2^32).
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        # Products of two 32-bit words wrap in int64, yet shift-and-mask still yields the right high word.
+        p0, p1 = c0 * _M0, c2 * _M1
+        c0, c1, c2, c3 = (
+            ((p1 >> 32) & _MASK) ^ c1 ^ k0,
+            p1 & _MASK,
+            ((p0 >> 32) & _MASK) ^ c3 ^ k1,
+            p0 & _MASK,
+        )
+        k0, k1 = (k0 + _W0) & _MASK, (k1 + _W1) & _MASK
+    return torch.stack(torch.broadcast_tensors(c0, c1, c2, c3), dim=-1)
+
+
+def gumbel_noise(
+    seeds: Ints,
+    positions: Ints,
+    choices: Ints,
+    vocab_size: int,
+    *,
+    first_token: int = 0,
+    device: torch.device | str = "cpu",
+) -> torch.Tensor:
+    """Noise of tokens [first_token, first_token + vocab_size), one row per (seed, position, choice).
+
+    positions are absolute, 0-based, prompt included: of the token being chosen. `first_token` and
+    `vocab_size` are one rank's share of a vocabulary-parallel head and need not be multiples of 4.
+    Returns fp32 [n, vocab_size] on `device`.
+    """
+    keys, rows, picks = _ints(seeds), _ints(positions), _ints(choices)
+    if not len(keys) == len(rows) == len(picks):
+        raise ValueError(
+            f"{len(keys)} seeds, {len(rows)} positions, {len(picks)} choices: one each a row is needed"
+        )
+    target = torch.device(device)
+    if target.type == "cpu":
+        return _gumbel_cpu(keys, rows, picks, vocab_size, first_token)
+    return _gumbel_torch(keys, rows, picks, vocab_size, first_token, target)
+
+
+def _ints(values: Ints) -> list[int]:
+    return values.tolist() if isinstance(values, torch.Tensor) else [int(v) for v in values]
+
+
+def _to_gumbel(words: torch.Tensor) -> torch.Tensor:
+    """fp32(h) in, g out; in place."""
+    words.add_(0.5).mul_(_SCALE).clamp_(max=_LARGEST)
+    return words.neg_().log1p_().neg_().log_().neg_()
+
+
+def _gumbel_torch(
+    seeds: list[int],
+    positions: list[int],
+    choices: list[int],
+    vocab_size: int,
+    first_token: int,
+    device: torch.device,
+) -> torch.Tensor:
+    first_block, last_block = first_token // 4, -(-(first_token + vocab_size) // 4)
+    # One transfer for all the small arguments.
+    packed = torch.tensor(
+        [
+            [s & _MASK, (s >> 32) & _MASK, p & _MASK, c & _MASK]
+            for s, p, c in zip(seeds, positions, choices, strict=True)
+        ],
+        dtype=torch.int64,
+    ).reshape(len(seeds), 4)
+    low, high, position, choice = packed.to(device).unsqueeze(-1).unbind(dim=1)
+    block = torch.arange(first_block, last_block, dtype=torch.int64, device=device).unsqueeze(0)
+    words = philox4x32_10((block, position, choice, torch.zeros_like(block)), (low, high)).flatten(1)
+    skip = first_token - 4 * first_block
+    return _to_gumbel(words[:, skip : skip + vocab_size].to(torch.float32, copy=True).contiguous())
+
+
+def _gumbel_cpu(
+    seeds: list[int], positions: list[int], choices: list[int], vocab_size: int, first_token: int
+) -> torch.Tensor:
+    first_block, last_block = first_token // 4, -(-(first_token + vocab_size) // 4)
+    words = np.empty((len(seeds), last_block - first_block, 4), np.float32)
+
+    scratch = np.empty((6, last_block - first_block), np.uint64)
+    for out, seed, position, choice in zip(words, seeds, positions, choices, strict=True):
+        _philox_row(seed, position, choice, first_block, out, scratch)
+    skip = first_token - 4 * first_block
+    return _to_gumbel(torch.from_numpy(words).flatten(1)[:, skip : skip + vocab_size].contiguous())
+
+
+def _philox_row(
+    seed: int, position: int, choice: int, first_block: int, out: np.ndarray, scratch: np.ndarray
+) -> None:
+    """Words of one row as fp32 into `out` [blocks, 4]. `scratch` is uint64 [6, blocks].
+
+    numpy, in place, on one row at a time: half the time of torch's int64 arithmetic, and it stays in L2.
+    """
+    c0, c1, c2, c3, p0, p1 = scratch
+    blocks = len(out)
+    c0[:] = np.arange(first_block, first_block + blocks, dtype=np.uint64)
+    c1.fill(position & _MASK)
+    c2.fill(choice & _MASK)
+    c3.fill(0)
+    k0, k1 = seed & _MASK, (seed >> 32) & _MASK
+    for _ in range(10):
+        np.multiply(c0, _M0, out=p0)
+        np.multiply(c2, _M1, out=p1)
+        np.right_shift(p1, 32, out=c0)
+        np.bitwise_xor(c0, c1, out=c0)
+        np.bitwise_xor(c0, k0, out=c0)
+        np.right_shift(p0, 32, out=c2)
+        np.bitwise_xor(c2, c3, out=c2)
+        np.bitwise_xor(c2, k1, out=c2)
+        np.bitwise_and(p1, _MASK, out=c1)
+        np.bitwise_and(p0, _MASK, out=c3)
+        k0, k1 = (k0 + _W0) & _MASK, (k1 + _W1) & _MASK
+    # Every word is below 2^32, so the signed view is equal and converts to fp32 in one instruction.
+    for i, word in enumerate((c0, c1, c2, c3)):
+        out[:, i] = word.view(np.int64)

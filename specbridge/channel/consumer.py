@@ -1,0 +1,268 @@
+"""The draft's end of the hidden-state channel.
+
+Owns the connection to the target: attach, probe, chunks in, acknowledgements and re-capture requests out,
+re-attachment with backoff. Runs on the event loop; `ack` and `recapture` are for any thread. Does not own
+what becomes of the rows (draft_service.engine).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import grpc
+
+from protos import target_pb2, target_pb2_grpc
+from specbridge.channel import wire
+from specbridge.channel.base import (
+    DEFAULT_LEASE_S,
+    SUPERSEDED,
+    AttachedInfo,
+    ChannelStats,
+    ConsumerMemory,
+    ReceivedChunk,
+)
+from specbridge.channel.handshake import try_offer
+from specbridge.channel.outbox import Outbox
+from specbridge.channel.transports import TRANSPORTS, own_identity
+from specbridge.errors import SpecBridgeError, Unavailable
+from specbridge.rounds import SessionKey
+from specbridge.server import channel_options
+from specbridge.wire import error_from_pb
+
+log = logging.getLogger(__name__)
+
+FIRST_BACKOFF_S = 0.1
+LAST_BACKOFF_S = 2.0
+SUPERSEDED_BACKOFF_S = 30.0
+"""Two drafts at one target would take it from each other for ever; the loser waits this long."""
+
+Message = target_pb2.ChannelRequest | tuple[int, ...]
+"""What the writer sends: a message, or chunk ids that it merges into one Ack."""
+
+
+class HiddenStateClient:
+    """`start` it on the event loop, `close` it there.
+
+    The callbacks run on the event loop and must not block: on_attached(info), then on_chunk(chunk) in the
+    order of publication, then on_detached(reason). Every chunk must be acknowledged once its rows have been
+    read, wanted or not: its slots are the target's to reuse then. While detached, `reason` says why.
+    """
+
+    def __init__(
+        self,
+        target_address: str,
+        *,
+        target_layer_ids: Sequence[int],
+        normed_last_layer: bool,
+        transports: Sequence[str] = tuple(TRANSPORTS),
+        slots: int = 0,
+        device: str = "cpu",
+        on_attached: Callable[[AttachedInfo], object] = lambda info: None,
+        on_chunk: Callable[[ReceivedChunk], object] = lambda chunk: None,
+        on_detached: Callable[[str], object] = lambda reason: None,
+        instance: bytes | None = None,
+        lease_s: float = DEFAULT_LEASE_S,
+        handshake_s: float = 10.0,
+        superseded_backoff_s: float = SUPERSEDED_BACKOFF_S,
+        credentials: grpc.ChannelCredentials | None = None,
+    ) -> None:
+        self.stats = ChannelStats()
+        self.info: AttachedInfo | None = None
+        self.reason = "not attached yet"
+        self._address = target_address
+        self._layer_ids = tuple(target_layer_ids)
+        self._normed_last_layer = normed_last_layer
+        self._transports = tuple(transports)
+        self._slots = slots
+        self._device = device
+        self._on_attached = on_attached
+        self._on_chunk = on_chunk
+        self._on_detached = on_detached
+        self._instance = instance or secrets.token_bytes(16)
+        self._lease_s = lease_s
+        self._handshake_s = handshake_s
+        self._superseded_backoff_s = superseded_backoff_s
+        self._credentials = credentials
+        self._outbox: Outbox[Message] | None = None
+        self._held: set[int] = set()
+        self._task: asyncio.Task[None] | None = None
+
+    # ---- any thread -----------------------------------------------------------------------------
+
+    @property
+    def attached(self) -> bool:
+        return self.info is not None
+
+    @property
+    def held(self) -> int:
+        """Chunks received in this attachment and not yet acknowledged."""
+        return len(self._held)
+
+    def ack(self, chunk_ids: Iterable[int]) -> None:
+        """These chunks' rows have been read. Ids of an earlier attachment, and repeated ones, are ignored."""
+        outbox, mine = self._outbox, tuple(i for i in dict.fromkeys(chunk_ids) if i in self._held)
+        self._held.difference_update(mine)
+        if outbox is not None and mine:
+            self.stats.add("acked", len(mine))
+            outbox.put(mine)
+
+    def recapture(self, session: SessionKey, first: int, cause: str) -> bool:
+        """Ask the target for a session's rows from `first` on. False while detached: nobody to ask."""
+        outbox = self._outbox
+        if outbox is None or self.info is None:
+            return False
+        self.stats.add("recaptures")
+        outbox.put(wire.recapture_to_pb(session, first, cause))
+        return True
+
+    # ---- the event loop -------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Attach, and attach again whenever the channel breaks, until `close`."""
+        assert self._task is None
+        self._task = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+            self._task = None
+
+    async def _run(self) -> None:
+        backoff = FIRST_BACKOFF_S
+        said = ""
+        async with self._connect() as channel:
+            while True:
+                try:
+                    stub = target_pb2_grpc.TargetStub(channel)
+                    await self._attachment(stub.HiddenStates())
+                    reason = "the target closed the channel"
+                except asyncio.CancelledError:
+                    self._end("the draft is shutting down", level=logging.INFO)
+                    raise
+                except grpc.aio.AioRpcError as error:
+                    reason = error.details() or error.code().name
+                except TimeoutError:
+                    reason = f"the target did not answer within {self._handshake_s} s"
+                except SpecBridgeError as error:
+                    reason = str(error)
+                except Exception as error:  # a defect in a callback must not end the channel for good
+                    log.exception("the hidden-state channel failed")
+                    reason = f"{type(error).__name__}: {error}"
+                if self._end(reason):
+                    backoff, said = FIRST_BACKOFF_S, reason
+                elif reason != said:
+                    log.warning("can't attach to the target at %s: %s", self._address, reason)
+                    said = reason
+                wait = self._superseded_backoff_s if reason == SUPERSEDED else backoff
+                await asyncio.sleep(wait * random.uniform(0.75, 1.25))
+                backoff = min(2 * backoff, LAST_BACKOFF_S)
+
+    def _connect(self) -> grpc.aio.Channel:
+        options = channel_options()
+        if self._credentials is None:
+            return grpc.aio.insecure_channel(self._address, options=options)
+        return grpc.aio.secure_channel(self._address, self._credentials, options=options)
+
+    def _end(self, reason: str, level: int = logging.WARNING) -> bool:
+        """Forget the attachment; whether there was one."""
+        was_attached = self.info is not None
+        self.info, self.reason = None, reason
+        self._outbox = None
+        self._held.clear()
+        if was_attached:
+            self.stats.detached("closed")
+            log.log(level, "detached from the target at %s: %s", self._address, reason)
+            self._on_detached(reason)
+        return was_attached
+
+    async def _attachment(self, call: Any) -> None:
+        """One stream, from Attach to its end. Raises what ended it."""
+        helpers: list[asyncio.Task[None]] = []
+        try:
+            memory = await asyncio.wait_for(self._shake_hands(call), self._handshake_s)
+            outbox = self._outbox = Outbox(asyncio.get_running_loop())
+            assert self.info is not None
+            self._on_attached(self.info)
+            helpers = [
+                asyncio.create_task(self._write(call, outbox)),
+                asyncio.create_task(self._live(outbox)),
+            ]
+            while (reply := await call.read()) is not grpc.aio.EOF:
+                if reply.WhichOneof("kind") != "chunk":
+                    raise Unavailable(
+                        f"the target sent {reply.WhichOneof('kind')!r} where chunks are expected"
+                    )
+                self._receive(reply.chunk, memory)
+            code = await call.code()
+            if code is not grpc.StatusCode.OK:
+                raise Unavailable(await call.details() or code.name)
+        finally:
+            for task in helpers:
+                task.cancel()
+            call.cancel()
+
+    async def _shake_hands(self, call: Any) -> ConsumerMemory:
+        identity = wire.identity_to_pb(own_identity(self._instance, self._device))
+        attach = target_pb2.Attach(
+            identity=identity,
+            target_layer_ids=self._layer_ids,
+            normed_last_layer=self._normed_last_layer,
+            transports=self._transports,
+            slots=self._slots,
+        )
+        await call.write(target_pb2.ChannelRequest(attach=attach))
+        memory: ConsumerMemory | None = None
+        while (reply := await call.read()) is not grpc.aio.EOF:
+            kind = reply.WhichOneof("kind")
+            if kind == "offer":
+                tried = try_offer(wire.offer_from_pb(reply.offer))
+                memory = tried.memory
+                await call.write(wire.probe_to_pb(tried.probe))
+            elif kind == "refused":
+                raise error_from_pb(reply.refused.error)
+            elif kind == "attached" and memory is not None:
+                self.info = info = wire.attached_from_pb(reply.attached)
+                self.reason = info.reason
+                self.stats.attached(info.transport, info.reason)
+                log.info("attached to the target over %s (%s)", info.transport, info.reason)
+                return memory
+            else:
+                raise Unavailable(f"the target sent {kind!r} in the handshake")
+        raise Unavailable(await call.details() or "the target ended the handshake")
+
+    def _receive(self, pb: target_pb2.Chunk, memory: ConsumerMemory) -> None:
+        info = self.info
+        assert info is not None
+        try:
+            chunk = wire.chunk_from_pb(pb, memory, slots=info.slots)
+        except ValueError as error:
+            raise Unavailable(f"the target sent chunk {pb.chunk_id} of {error}") from error
+        self._held.add(chunk.chunk_id)
+        self.stats.moved(info.transport, chunk.count, chunk.count * info.layout.row_bytes)
+        self._on_chunk(chunk)
+
+    async def _write(self, call: Any, outbox: Outbox[Message]) -> None:
+        with contextlib.suppress(
+            grpc.aio.AioRpcError, asyncio.InvalidStateError
+        ):  # the reader learns of it, too
+            while (batch := await outbox.take()) is not None:
+                acked = [i for item in batch if isinstance(item, tuple) for i in item]
+                if acked or any(item == () for item in batch):
+                    await call.write(wire.ack_to_pb(acked))
+                for item in batch:
+                    if not isinstance(item, tuple):
+                        await call.write(item)
+
+    async def _live(self, outbox: Outbox[Message]) -> None:
+        """Empty acknowledgements while chunks are held: the target takes silence for death."""
+        while True:
+            await asyncio.sleep(self._lease_s / 4)
+            if self._held:
+                outbox.put(())

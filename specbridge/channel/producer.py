@@ -1,0 +1,227 @@
+"""The target's end of the hidden-state channel.
+
+Owns the HiddenStates stream: handshake, descriptors out, acknowledgements and re-capture requests in, leases.
+The engine's thread reserves slots, writes rows and publishes; everything else runs on the event loop. One
+draft is attached at a time; a newcomer supersedes it. Does not own what is captured when
+(target_service.capture).
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import grpc
+
+from specbridge.channel import wire
+from specbridge.channel.attachment import Attachment, Reservation, new_chunk_ids
+from specbridge.channel.base import (
+    DEFAULT_LEASE_S,
+    SUPERSEDED,
+    AttachedInfo,
+    ChannelLayout,
+    ChannelStats,
+    check_tokens,
+    torch_dtype,
+)
+from specbridge.channel.handshake import Agreed
+from specbridge.channel.outbox import Outbox
+from specbridge.channel.stream import GONE, Reply, Requests, ServerStream
+from specbridge.rounds import SessionKey
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger(__name__)
+
+Attached = Attachment[Reply]
+
+
+class RowLayout(Protocol):
+    """What `on_attach` answers with: a ChannelLayout, or anything that looks like one."""
+
+    @property
+    def row_width(self) -> int: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+
+class HiddenStateServer:
+    """`serve` is the RPC's body; reserve, wait_reserve, rows, publish and cancel are for the engine's thread.
+
+    The callbacks run on the event loop and must not block. on_attach(layer_ids, normed_last_layer) checks
+    what a draft asks for, prepares the engine for it and returns the row layout, or raises a typed error that
+    the draft is refused with. on_attached(transport, reason) may return an awaitable: rows are accepted once
+    it is done. on_detached(reason) follows each on_attached. on_recapture(session, first, cause): the draft
+    lacks rows.
+    """
+
+    def __init__(
+        self,
+        instance: bytes,
+        on_attach: Callable[[tuple[int, ...], bool], RowLayout | Awaitable[RowLayout]],
+        *,
+        on_attached: Callable[[str, str], object] = lambda transport, reason: None,
+        on_detached: Callable[[str], object] = lambda reason: None,
+        on_recapture: Callable[[SessionKey, int, str], object] = lambda session, first, cause: None,
+        slots: int = 4096,
+        max_slots: int = 65536,
+        device: str = "cpu",
+        lease_s: float = DEFAULT_LEASE_S,
+        handshake_s: float = 10.0,
+    ) -> None:
+        self.stats = ChannelStats()
+        self.instance = instance
+        self._on_attach = on_attach
+        self._on_attached = on_attached
+        self._on_detached = on_detached
+        self._on_recapture = on_recapture
+        self._slots = slots
+        self._max_slots = max(slots, max_slots)
+        self.device = device
+        self.lease_s = lease_s
+        self.handshake_s = handshake_s
+        self._ids = new_chunk_ids()
+        self._current: Attached | None = None
+        self._open = False
+
+    # ---- the engine's thread --------------------------------------------------------------------
+
+    @property
+    def attached(self) -> bool:
+        return self._usable() is not None
+
+    @property
+    def ring_slots(self) -> int:
+        """Slots of the ring in use; 0 while detached."""
+        current = self._current
+        return 0 if current is None else current.ring.slots
+
+    @property
+    def ring_used(self) -> int:
+        """Slots reserved or not yet acknowledged."""
+        current = self._current
+        return 0 if current is None else current.ring.used
+
+    def reserve(self, rows: int) -> Reservation | None:
+        """`rows` contiguous slots, or None if no draft is attached or the ring is full (counted). Never
+        blocks.
+        """
+        current = self._usable()
+        return None if current is None else current.reserve(rows)
+
+    def wait_reserve(self, rows: int, timeout_s: float) -> Reservation | None:
+        """As `reserve`, but waits up to `timeout_s` for slots. For prefill chunks only; never on the event
+        loop.
+        """
+        current = self._usable()
+        return None if current is None else current.reserve(rows, timeout=timeout_s)
+
+    def rows(self, reservation: Reservation) -> torch.Tensor:
+        """Where the reservation's rows are to be written: [count, row_width] in the channel's dtype."""
+        return reservation.owner.rows(reservation)
+
+    def publish(
+        self,
+        reservation: Reservation,
+        *,
+        session: SessionKey,
+        first_position: int,
+        count: int,
+        tokens: Sequence[int],
+        anchor: int | None,
+    ) -> bool:
+        """Announce the first `count` rows, which must have been written; the other slots are given back.
+
+        Ends the reservation. False if its draft is gone: then nothing was sent.
+        Raises ValueError unless 0 <= count <= reserved and there is one token a row.
+        """
+        check_tokens(count, tokens)
+        if count == 0:
+            self.cancel(reservation)
+            return True
+        owner = reservation.owner
+        published = owner.publish(reservation, count)
+        if published is None:
+            return False
+        owner.outbox.put(
+            wire.chunk_to_pb(
+                published, session=session, first_position=first_position, tokens=tokens, anchor=anchor
+            )
+        )
+        return True
+
+    def cancel(self, reservation: Reservation) -> None:
+        """Give all slots of a reservation back; nothing is announced."""
+        reservation.owner.cancel(reservation)
+
+    # ---- the event loop -------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Detach the draft because the target ends."""
+        if self._current is not None:
+            self.detach(self._current, "closing", "the target is shutting down")
+
+    def serve(self, requests: Requests, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Reply]:
+        """Body of Target.HiddenStates for one draft, from its Attach until one side ends it."""
+        return ServerStream(self, requests, context).replies()
+
+    # What follows is for this server's streams.
+
+    async def prepare(self, layer_ids: tuple[int, ...], normed_last_layer: bool) -> ChannelLayout:
+        """Ask the engine for these taps; from here on the rows of an older draft would be the wrong ones."""
+        answer = self._on_attach(layer_ids, normed_last_layer)
+        layout = await answer if inspect.isawaitable(answer) else answer
+        torch_dtype(layout.dtype)
+        if self._current is not None:
+            self.detach(self._current, "superseded", SUPERSEDED)
+        return ChannelLayout(layout.row_width, layout.dtype)
+
+    def slots_for(self, wanted: int) -> int:
+        return min(wanted or self._slots, self._max_slots)
+
+    async def attach(self, agreed: Agreed, outbox: Outbox[Reply]) -> Attached:
+        """Make it the current one: tell the engine, then the draft."""
+        offer = agreed.memory.offer
+        attachment = Attachment(
+            agreed.memory, outbox, chunk_ids=self._ids, stats=self.stats, lease_s=self.lease_s
+        )
+        if self._current is not None:  # another one came in during our handshake
+            self.detach(self._current, "superseded", SUPERSEDED)
+        self._current, self._open = attachment, False
+        try:
+            waiting = self._on_attached(offer.transport, agreed.reason)
+            if inspect.isawaitable(waiting):
+                await waiting
+        except BaseException:
+            self.detach(attachment, GONE, "the attachment failed")
+            raise
+        if self._current is attachment:
+            outbox.put(
+                wire.attached_to_pb(
+                    AttachedInfo(offer.transport, agreed.reason, self.instance, offer.slots, offer.layout)
+                )
+            )
+            self._open = True
+            self.stats.attached(offer.transport, agreed.reason)
+            log.info("draft attached over %s, %d slots (%s)", offer.transport, offer.slots, agreed.reason)
+        return attachment
+
+    def detach(self, attachment: Attached, cause: str, reason: str) -> None:
+        """End an attachment; its stream ends too. Idempotent."""
+        if not attachment.close(cause, reason):
+            return
+        self.stats.detached(cause)
+        if self._current is attachment:
+            self._current, self._open = None, False
+        self._on_detached(reason)
+
+    def recapture(self, session: SessionKey, first: int, cause: str) -> None:
+        self._on_recapture(session, first, cause)
+
+    def _usable(self) -> Attached | None:
+        """The current attachment once the engine knows of it."""
+        return self._current if self._open else None

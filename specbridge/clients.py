@@ -1,0 +1,182 @@
+"""Client side of the gateway's gRPC service and of readiness checks, for the command line and the supervisor.
+
+Owns the conversion between protobuf and the dataclasses below. Does not own printing or retrying.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from protos import common_pb2, draft_pb2_grpc, gateway_pb2, gateway_pb2_grpc
+from specbridge.errors import CapacityError, InvalidRequest, SpecBridgeError, Unavailable
+from specbridge.server import channel_options
+
+CHECK_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One chat message."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What to generate. None: the gateway's default."""
+
+    messages: Sequence[Message]
+    max_tokens: int | None = None
+    temperature: float | None = None
+    seed: int | None = None
+    speculate: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of the stream: new text, and the ids that came with it."""
+
+    text: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The end of an answer. acceptance_length: tokens per round, bonus included (0 without rounds)."""
+
+    finish_reason: str
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    seed: int
+    acceptance_length: float
+    rounds: int
+    drafted: int
+    accepted: int
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What the gateway serves. drafter_id empty: no draft configured."""
+
+    model_id: str
+    drafter_id: str
+    block_size: int
+    tree_budget: int
+
+
+class GenerationClient:
+    """Talks to one gateway: `async with GenerationClient("host:port") as client`."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._channel = grpc.aio.insecure_channel(address, options=channel_options())
+        self._stub: Any = gateway_pb2_grpc.GenerationStub(self._channel)
+
+    async def __aenter__(self) -> GenerationClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._channel.close()
+
+    async def model(self, timeout_s: float = 10.0) -> Model:
+        """Raises Unavailable if nothing answers."""
+        try:
+            info = await self._stub.GetModel(common_pb2.InfoRequest(), timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise _typed(error, self.address) from error
+        return Model(info.model_id, info.drafter_id, info.block_size, info.tree_budget)
+
+    async def generate(self, ask: Ask) -> AsyncIterator[Piece | Summary]:
+        """Pieces as they come, then one Summary. Raises InvalidRequest, CapacityError or Unavailable."""
+        request = gateway_pb2.GenerateRequest(
+            chat=gateway_pb2.ChatMessages(
+                messages=[gateway_pb2.ChatMessage(role=m.role, content=m.content) for m in ask.messages]
+            ),
+            no_speculation=not ask.speculate,
+        )
+        for name in ("max_tokens", "temperature", "seed"):
+            if (value := getattr(ask, name)) is not None:
+                setattr(request, name, value)
+        call = self._stub.Generate(request)
+        try:
+            async for reply in call:
+                if reply.WhichOneof("kind") == "final":
+                    yield _summary(reply.final)
+                else:
+                    yield Piece(reply.delta.text, tuple(reply.delta.token_ids))
+        except grpc.aio.AioRpcError as error:
+            raise _typed(error, self.address) from error
+        finally:
+            call.cancel()  # no-op at the stream's end; frees the sessions if the caller stops early
+
+
+async def is_serving(address: str, *, timeout_s: float = CHECK_TIMEOUT_S) -> bool:
+    """Whether the process at `address` answers its health check with SERVING."""
+    async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        try:
+            reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+        except grpc.aio.AioRpcError:
+            return False
+    return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+async def wait_serving(address: str, *, interval_s: float = 0.1) -> None:
+    """Return once the process at `address` is SERVING; the caller sets the time limit."""
+    while not await is_serving(address):
+        await asyncio.sleep(interval_s)
+
+
+async def wait_attached(address: str, *, limit_s: float, interval_s: float = 0.1) -> bool:
+    """Return once the draft at `address` receives hidden states (true), or after `limit_s` s (false)."""
+    async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
+        stub: Any = draft_pb2_grpc.DraftStub(channel)
+        try:
+            async with asyncio.timeout(limit_s):
+                while True:
+                    try:
+                        info = await stub.GetInfo(common_pb2.InfoRequest(), timeout=CHECK_TIMEOUT_S)
+                    except grpc.aio.AioRpcError:
+                        info = None
+                    if info is not None and info.attached:
+                        return True
+                    await asyncio.sleep(interval_s)
+        except TimeoutError:
+            return False
+
+
+def _summary(final: Any) -> Summary:
+    spec = final.speculation
+    return Summary(
+        finish_reason=common_pb2.FinishReason.Name(final.finish_reason)
+        .removeprefix("FINISH_REASON_")
+        .lower(),
+        prompt_tokens=final.prompt_tokens,
+        completion_tokens=final.completion_tokens,
+        cached_tokens=final.cached_tokens,
+        seed=final.seed,
+        acceptance_length=spec.mean_acceptance_length,
+        rounds=spec.num_rounds,
+        drafted=spec.num_draft_tokens,
+        accepted=spec.num_accepted_draft_tokens,
+    )
+
+
+def _typed(error: grpc.aio.AioRpcError, address: str) -> SpecBridgeError:
+    code, details = error.code(), error.details() or ""
+    if code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED):
+        return InvalidRequest(details)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return CapacityError(details)
+    return Unavailable(f"the gateway at {address!r} answered {code.name}: {details}")

@@ -1,0 +1,47 @@
+"""One /metrics per process: a registry, standard buckets and the HTTP endpoint.
+
+Names are `specbridge_<service>_<noun>_<unit>`; each service declares its own metrics in its metrics module
+against a registry from `new_registry`. No multiprocess mode: Prometheus does the adding up.
+"""
+
+from __future__ import annotations
+
+import logging
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import (
+    CollectorRegistry,
+    GCCollector,
+    PlatformCollector,
+    ProcessCollector,
+    start_http_server,
+)
+
+log = logging.getLogger(__name__)
+
+# Edges in seconds. Rounds take 1 ms (GPU, tiny model) to seconds (long prefill on a CPU).
+ROUND_BUCKETS = (
+    0.0002, 0.0005, 0.001, 0.002, 0.004, 0.006, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5,
+    1.0, 2.5, 10.0,
+)  # fmt: skip
+LATENCY_BUCKETS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+    160.0, 640.0, 2560.0,
+)  # fmt: skip
+
+
+def new_registry() -> CollectorRegistry:
+    """A registry with the process, platform and garbage-collector metrics every process shows."""
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    PlatformCollector(registry=registry)
+    GCCollector(registry=registry)
+    return registry
+
+
+def serve_metrics(registry: CollectorRegistry, port: int, host: str = "127.0.0.1") -> tuple[WSGIServer, int]:
+    """Serve /metrics on a daemon thread; port 0 picks one. Returns the server and the port bound."""
+    server, _thread = start_http_server(port, addr=host, registry=registry)
+    bound = int(server.server_address[1])
+    log.info("metrics on http://%s:%d/metrics", host, bound)
+    return server, bound

@@ -1,0 +1,80 @@
+"""This process as the operating system sees it: compute threads, waiting policy, life tied to a parent.
+
+Owns: choosing thread counts and passive waiting before torch is loaded, and ending with the supervisor.
+Does not own: starting or restarting processes (specbridge.stack).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+from specbridge.settings import Settings, load
+
+log = logging.getLogger(__name__)
+
+ORPHAN_GRACE_S = 10.0
+# cgroup v2: "max 100000" or "<quota> <period>" in microseconds.
+_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
+
+
+class SupervisedSettings(Settings):
+    """Set by the supervisor for its children, not by users."""
+
+    supervised: bool = False
+    """Standard input is a pipe whose end means that the supervisor is gone."""
+
+
+def available_cpus() -> int:
+    """CPUs this process may use: its affinity mask, capped by a container's quota; at least 1."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = _CPU_MAX.read_text().split()
+        if quota != "max":
+            count = min(count, math.ceil(int(quota) / int(period)))
+    except (OSError, ValueError):
+        pass  # no cgroup v2 here: no quota
+    return max(1, count)
+
+
+def thread_environment(threads: int = 0, processes: int = 1) -> dict[str, str]:
+    """Variables that torch's OpenMP runtime reads when loaded. threads 0: the CPUs, shared by `processes`.
+
+    Passive waiting: a worker thread that has run out of work sleeps at once. By default it spins for a while,
+    which costs the other services of a small machine the core it spins on (benchmarks/threads.py).
+    """
+    count = str(threads or max(1, available_cpus() // processes))
+    return {
+        "OMP_NUM_THREADS": count,
+        "MKL_NUM_THREADS": count,
+        "OMP_WAIT_POLICY": "passive",  # libgomp (torch's wheels) and every other runtime
+        "KMP_BLOCKTIME": "0",  # Intel's and LLVM's runtimes, with a torch built against them
+    }
+
+
+def end_with_parent() -> None:
+    """If a supervisor started this process: end when it does, however it ended. Call once, early.
+
+    The supervisor holds the other end of standard input and never writes; the read returns when it dies.
+    """
+    if not load(SupervisedSettings).supervised:
+        return
+    threading.Thread(target=_watch_parent, name="parent-watch", daemon=True).start()
+
+
+def _watch_parent() -> None:
+    while os.read(0, 4096):
+        pass
+    log.warning("the supervisor is gone: stopping")
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(ORPHAN_GRACE_S)
+    # Still here: the drain hangs. The supervisor made this process the leader of a group of its own, so this
+    # takes processes it started (tensor-parallel ranks) with it and nobody else.
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+    os._exit(1)

@@ -1,0 +1,279 @@
+"""Hidden-state capture: which rows the draft still needs, and getting them into the channel.
+
+Owns each session's capture position (the first row that the draft has not been sent) and the reservations of
+the step being run. The draft's context must grow without gaps, so rows are published only if they start at
+that position. When slots run out, the session is *suspended*: it decodes on, and the target re-captures the
+missing rows by itself when slots are free again. When the draft goes away or loses state, the session is
+*lost* until the draft asks for a first row. A re-capture is a chain of committed rows that reads pages and
+commits nothing. Does not own the ring (specbridge.channel) or the order of work (target_service.engine).
+
+Everything here runs on the engine's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+
+from specbridge.rounds import SessionKey
+from target_service.metrics import TargetMetrics
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 0.02
+"""Pause before a suspended session asks for slots again."""
+ROWS_PER_TOKEN = 32
+"""A re-capture of more rows than this for each token still to come costs more than speculation can save."""
+MIN_REMAINING = 4
+
+
+class HiddenStateSink(Protocol):
+    """The producer end of the hidden-state channel, as the engine's thread sees it."""
+
+    @property
+    def attached(self) -> bool: ...
+
+    @property
+    def ring_slots(self) -> int: ...
+
+    def reserve(self, rows: int) -> Any | None: ...
+
+    def rows(self, reservation: Any) -> torch.Tensor: ...
+
+    def publish(
+        self,
+        reservation: Any,
+        *,
+        session: SessionKey,
+        first_position: int,
+        count: int,
+        tokens: Sequence[int],
+        anchor: int | None,
+    ) -> Any: ...
+
+    def cancel(self, reservation: Any) -> None: ...
+
+
+class CaptureState(Enum):
+    OFF = "off"
+    """Speculation is off for the request."""
+    FOLLOWING = "following"
+    """Rows from `position` on are published as they are committed."""
+    SUSPENDED = "suspended"
+    """Rows from `position` on are missing; the target re-captures them."""
+    LOST = "lost"
+    """The draft's context is unknown here; it has to ask."""
+
+
+@dataclass(slots=True)
+class SessionCapture:
+    """Capture state of one session. position: first row the draft has not been sent."""
+
+    state: CaptureState = CaptureState.OFF
+    position: int = 0
+    cause: str = "suspended"
+    not_before: float = 0.0
+    pending_end: int | None = None
+    waiting_since: float | None = None
+    skipped: bool = False
+
+    @property
+    def following(self) -> bool:
+        return self.state is CaptureState.FOLLOWING
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """Room in the ring for rows [first, first + rows) of one session in the step under way."""
+
+    handle: Any
+    first: int
+    rows: int
+
+
+class Capture:
+    """The engine's side of the channel."""
+
+    def __init__(self, metrics: TargetMetrics, *, slots: int, recapture_interval: float) -> None:
+        self._slots = slots
+        self._sink: HiddenStateSink | None = None
+        self._metrics = metrics
+        self._interval = recapture_interval
+        self._live = False
+
+    def connect(self, sink: HiddenStateSink) -> None:
+        self._sink = sink
+
+    @property
+    def slots(self) -> int:
+        """Most rows that one chunk can have."""
+        ring = self._sink.ring_slots if self._sink is not None else 0
+        return ring or self._slots
+
+    @property
+    def live(self) -> bool:
+        """A draft is attached and the model's taps are set for it."""
+        return self._live and self._sink is not None and self._sink.attached
+
+    def attached(self, sessions: Sequence[SessionCapture]) -> None:
+        """A draft attached: it knows nothing of the running sessions."""
+        self._live = True
+        self._lose(sessions)
+
+    def detached(self, sessions: Sequence[SessionCapture]) -> None:
+        self._live = False
+        self._lose(sessions)
+
+    def open(self, *, speculate: bool, draft_prefix: int) -> SessionCapture:
+        """State of a session that starts now, whose draft context holds rows [0, draft_prefix)."""
+        if not speculate:
+            return SessionCapture()
+        state = CaptureState.FOLLOWING if self.live else CaptureState.LOST
+        return SessionCapture(state, draft_prefix)
+
+    def reserve(self, capture: SessionCapture, first: int, count: int) -> Reserved | None:
+        """Room for the rows of [first, first + count) that the draft lacks; None if not following or no room.
+
+        Whoever gets None for a session that `wants` rows suspends it or holds its chunk back.
+        """
+        if not self.wants(capture, first, count):
+            return None
+        assert self._sink is not None
+        start = max(first, capture.position)
+        rows = first + count - start
+        handle = self._sink.reserve(rows)
+        return None if handle is None else Reserved(handle, start, rows)
+
+    def wants(self, capture: SessionCapture, first: int, count: int) -> bool:
+        """Whether rows of [first, first + count) must be published when they are committed."""
+        if not self.live:
+            return False
+        if not capture.following:
+            # A re-capture in the same step that ends just where these rows begin closes the gap.
+            return capture.pending_end == first
+        return capture.position < first + count
+
+    def suspend(self, capture: SessionCapture, cause: str) -> None:
+        """No slots: the session goes on without its draft for now."""
+        if capture.state is not CaptureState.FOLLOWING:
+            return
+        capture.state = CaptureState.SUSPENDED
+        capture.cause = cause
+        capture.not_before = 0.0
+        self._metrics.suspended.inc()
+        log.debug("capture suspended at row %d: %s", capture.position, cause)
+
+    def publish(
+        self,
+        capture: SessionCapture,
+        reserved: Reserved | None,
+        *,
+        key: SessionKey,
+        taps: torch.Tensor | None,
+        rows: Sequence[int],
+        first: int,
+        tokens: Sequence[int],
+        anchor: int | None,
+    ) -> None:
+        """Publish committed rows. rows[i] is the row of `taps` [rows, width] at position first + i, tokens[i]
+        its id.
+
+        What the reservation holds too much is given back. Without a reservation nothing is published.
+        """
+        if reserved is None:
+            return
+        assert self._sink is not None
+        end = first + len(rows)
+        start = max(first, capture.position)
+        if end <= start or capture.position < first or not self.live:
+            self._sink.cancel(reserved.handle)
+            return
+        room = self._sink.rows(reserved.handle)
+        if taps is None or taps.shape[1] != room.shape[1]:
+            # A draft with other taps attached while this step ran; it will ask for what it needs.
+            self._sink.cancel(reserved.handle)
+            capture.state = CaptureState.LOST
+            return
+        count = end - start
+        index = torch.tensor(rows[start - first :], device=taps.device)
+        room[:count].copy_(taps.index_select(0, index))
+        self._sink.publish(
+            reserved.handle,
+            session=key,
+            first_position=start,
+            count=count,
+            tokens=tuple(tokens[start - first :]),
+            anchor=anchor,
+        )
+        self._metrics.captured_rows.inc(count)
+        capture.position = end
+
+    def cancel(self, reserved: Reserved | None) -> None:
+        if reserved is not None and self._sink is not None:
+            self._sink.cancel(reserved.handle)
+
+    # ---- re-capture -----------------------------------------------------------------------------
+
+    def request(self, capture: SessionCapture, *, first: int, kv_length: int, limit: int, cause: str) -> None:
+        """The draft asks for the rows from `first` on, at most `limit` (what there is or will be)."""
+        if capture.state is CaptureState.OFF or first > limit or not self.live:
+            return
+        if capture.following and first >= capture.position:
+            return  # they are on their way
+        capture.position = first
+        capture.cause = cause
+        capture.state = CaptureState.FOLLOWING if first >= kv_length else CaptureState.SUSPENDED
+
+    def recapture_rows(
+        self, capture: SessionCapture, *, kv_length: int, remaining: int, limit: int, now: float
+    ) -> int:
+        """Rows from capture.position on to run again in this step; 0: none now."""
+        if capture.state is not CaptureState.SUSPENDED or not self.live or now < capture.not_before:
+            return 0
+        missing = kv_length - capture.position
+        if missing <= 0:
+            return 0  # suspended in this very step: its rows are still to come
+        if remaining < MIN_REMAINING or missing > ROWS_PER_TOKEN * remaining:
+            if not capture.skipped:
+                capture.skipped = True
+                self._metrics.recaptures_skipped.inc()
+            return 0
+        return min(missing, limit, self.slots)
+
+    def reserve_recapture(self, capture: SessionCapture, rows: int, *, now: float) -> Reserved | None:
+        """Room for `rows` re-captured rows; None (and a pause) if the ring is still full."""
+        assert self._sink is not None
+        handle = self._sink.reserve(rows)
+        if handle is None:
+            capture.not_before = now + RETRY_S
+            return None
+        capture.pending_end = capture.position + rows
+        return Reserved(handle, capture.position, rows)
+
+    def recaptured(self, capture: SessionCapture, *, kv_length: int, rows: int, now: float) -> None:
+        """After a re-captured chunk of `rows` rows was published; kv_length as it was before the step."""
+        done = capture.pending_end is not None and capture.position == capture.pending_end
+        capture.pending_end = None
+        if not done or capture.state is not CaptureState.SUSPENDED:
+            return
+        self._metrics.recapture_rows.inc(rows)
+        if capture.position == kv_length:
+            capture.state = CaptureState.FOLLOWING
+            capture.not_before = now + self._interval
+            self._metrics.recaptures.labels(_cause_label(capture.cause)).inc()
+
+    def _lose(self, sessions: Sequence[SessionCapture]) -> None:
+        for capture in sessions:
+            if capture.state is not CaptureState.OFF:
+                capture.state = CaptureState.LOST
+                capture.pending_end = None
+
+
+def _cause_label(cause: str) -> str:
+    """Causes come from a peer; labels must stay few."""
+    return cause if cause in {"attach", "gap", "restart", "slots"} else "other"

@@ -1,0 +1,361 @@
+"""Engine: the one thread that owns the model, and the door through which everybody else talks to it.
+
+Owns the thread, its inbox, warm-up, leases' clock, the channel's callbacks and what happens when the model
+dies. Everything that reaches the model goes through `_post`; everything that leaves goes through a reply
+callable, called on this thread. Does not own sessions (target_service.sessions) or steps (planner, stepper).
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from specbridge.errors import InternalError, InvalidRequest, SpecBridgeError, Unavailable
+from specbridge.rounds import SessionKey, TargetInfo, TargetRequest
+from target_service.capture import Capture, CaptureState, HiddenStateSink
+from target_service.config import Limits
+from target_service.kv_cache import PageCache
+from target_service.metrics import TargetMetrics
+from target_service.session import Phase, Reply
+from target_service.sessions import SessionBook
+from target_service.step import Commit, Step, StepOutput
+from target_service.stepper import Stepper
+from target_service.warmup import measure_verify_cost
+
+log = logging.getLogger(__name__)
+
+_CHECK_S = 1.0
+"""How often an idle engine asks whether all ranks are alive."""
+_BLOCKED_S = 0.005
+"""Pause when there is work that waits for pages or slots."""
+
+
+class ModelConfig(Protocol):
+    """What the engine reads of the model's configuration."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def max_position_embeddings(self) -> int: ...
+
+    @property
+    def eos_token_ids(self) -> Sequence[int]: ...
+
+
+class Runner(Protocol):
+    """What the engine needs of target_service.runner; rank 0 of the model."""
+
+    @property
+    def config(self) -> Any: ...
+
+    @property
+    def activation_dtype(self) -> torch.dtype: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    def set_taps(self, layer_ids: tuple[int, ...], *, normed_last_layer: bool) -> None: ...
+
+    def forward(self, step: Step) -> StepOutput: ...
+
+    def commit(self, commit: Commit) -> None: ...
+
+    def check(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What the engine reports about itself without using it."""
+
+    model_id: str
+    dtype: str
+    device: str
+    tp_size: int = 1
+    instance: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class TapLayout:
+    """Shape of one hidden-state row. dtype: "float32", "bfloat16", ..."""
+
+    row_width: int
+    dtype: str
+
+
+class Engine:
+    """The target's engine. `start` blocks until warm; `submit` is thread-safe and never blocks.
+
+    on_failure is called once, on the engine's thread, when the model is gone for good; from then on every
+    request is answered UNAVAILABLE.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        limits: Limits,
+        metrics: TargetMetrics,
+        *,
+        identity: Identity,
+        on_failure: Callable[[SpecBridgeError], None] | None = None,
+    ) -> None:
+        self._runner = runner
+        self._limits = limits
+        self._metrics = metrics
+        self._on_failure = on_failure
+        self._wake = threading.Condition()
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._closing = False
+        self._ready = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.failure: SpecBridgeError | None = None
+        config = runner.config
+        self._config: ModelConfig = config
+        self._cache = PageCache(
+            limits.num_pages, limits.page_size, fingerprint=runner.fingerprint, reuse=limits.prefix_cache
+        )
+        self._capture = Capture(
+            metrics, slots=limits.channel_slots, recapture_interval=limits.recapture_interval
+        )
+        self._book = SessionBook(
+            limits,
+            self._cache,
+            self._capture,
+            metrics,
+            vocab_size=config.vocab_size,
+            eos_token_ids=config.eos_token_ids,
+        )
+        self._stepper = Stepper(
+            runner, self._book, vocab_size=config.vocab_size, max_position=config.max_position_embeddings - 1
+        )
+        self._info = TargetInfo(
+            model_id=identity.model_id,
+            fingerprint=runner.fingerprint,
+            vocab_size=config.vocab_size,
+            eos_token_ids=tuple(config.eos_token_ids),
+            hidden_size=config.hidden_size,
+            num_layers=config.num_layers,
+            page_size=limits.page_size,
+            max_length=limits.max_length,
+            tp_size=identity.tp_size,
+            max_sessions=limits.max_sessions,
+            max_tree_nodes=limits.max_tree_nodes,
+            total_pages=limits.num_pages,
+            dtype=identity.dtype,
+            device=identity.device,
+            instance=identity.instance or secrets.token_bytes(16),
+            deterministic=limits.deterministic,
+        )
+
+    # ---- for everybody, any thread --------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread and wait until the model is warm. Raises what the warm-up raised."""
+        assert self._thread is None
+        self._thread = threading.Thread(target=self._run, name="target-engine", daemon=True)
+        self._thread.start()
+        self._ready.wait()
+        if self.failure is not None:
+            raise self.failure
+
+    def close(self) -> None:
+        """Answer what is queued with UNAVAILABLE, end the thread, close the model. Idempotent."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    def info(self) -> TargetInfo:
+        return self._info
+
+    @property
+    def num_sessions(self) -> int:
+        """Open sessions; read from any thread."""
+        return len(self._book)
+
+    def submit(self, request: TargetRequest, reply: Reply) -> None:
+        """Queue a request. `reply` also names the stream: sessions answer through the last one that spoke of
+        them.
+        """
+        received = time.perf_counter_ns()
+        self._post(lambda: self._book.submit(request, reply, received=received))
+
+    def drop_stream(self, reply: Reply) -> None:
+        """The stream behind `reply` is gone: its sessions live on for `session_lease` seconds."""
+        self._post(lambda: self._book.drop_stream(reply, now=time.monotonic()))
+
+    # ---- the hidden-state channel's callbacks, any thread ----------------------------------------
+
+    def connect_channel(self, sink: HiddenStateSink) -> None:
+        """Give the engine its end of the channel; before `start`."""
+        assert self._thread is None
+        self._capture.connect(sink)
+
+    def prepare_taps(self, layer_ids: Sequence[int], normed_last_layer: bool) -> TapLayout:
+        """A draft wants these taps. Checks them, queues the change and returns the row layout.
+
+        Raises InvalidRequest, Unavailable after a failure.
+        """
+        if self.failure is not None:
+            raise Unavailable(f"the target has failed: {self.failure}")
+        ids = tuple(layer_ids)
+        layers = self._config.num_layers
+        if not ids or len(set(ids)) != len(ids):
+            raise InvalidRequest(
+                f"target_layer_ids {list(ids)} must be distinct and not empty", param="target_layer_ids"
+            )
+        wrong = [i for i in ids if not 0 <= i < layers]
+        if wrong:
+            raise InvalidRequest(
+                f"target_layer_ids {wrong} are outside [0, {layers}), the model's layers; check that the "
+                "drafter was made for this model",
+                param="target_layer_ids",
+            )
+        self._post(lambda: self._set_taps(ids, normed_last_layer))
+        dtype = str(self._runner.activation_dtype).removeprefix("torch.")
+        return TapLayout(len(ids) * self._config.hidden_size, dtype)
+
+    def channel_attached(self, transport: str, reason: str) -> None:
+        self._info = replace(self._info, channel_transport=transport, channel_reason=reason)
+        self._metrics.channel_attached.set(1)
+        self._post(lambda: self._capture.attached([s.capture for s in self._book]))
+
+    def channel_detached(self, reason: str) -> None:
+        log.warning("draft detached: %s", reason)
+        self._info = replace(self._info, channel_transport="none", channel_reason=reason)
+        self._metrics.channel_attached.set(0)
+        self._post(lambda: self._capture.detached([s.capture for s in self._book]))
+
+    def request_recapture(self, session: SessionKey, first: int, cause: str) -> None:
+        """The draft lacks this session's rows from `first` on."""
+        self._post(lambda: self._recapture(session, first, cause))
+
+    # ---- the engine's thread --------------------------------------------------------------------
+
+    def _post(self, work: Callable[[], None]) -> None:
+        with self._wake:
+            self._inbox.append(work)
+            self._wake.notify()
+
+    def _run(self) -> None:
+        try:
+            self._warm_up()
+        except Exception as error:  # start() raises it in the caller
+            self.failure = (
+                error if isinstance(error, SpecBridgeError) else InternalError(f"warm-up failed: {error}")
+            )
+            self._ready.set()
+            self._runner.close()
+            return
+        self._ready.set()
+        busy = True
+        checked = time.monotonic()
+        while True:
+            for work in self._next_work(wait=not busy):
+                self._guard(work)
+            if self._closing:
+                break
+            now = time.monotonic()
+            self._book.expire(now=now)
+            self._book.flush()
+            busy = self.failure is None and self._step()
+            if self.failure is not None:
+                self._book.fail_all(self.failure)
+            elif now - checked > _CHECK_S:
+                checked = now
+                self._check()
+            self._book.update_gauges()
+            self._book.flush()
+        self._book.fail_all(Unavailable("the target service is shutting down"))
+        self._book.flush()
+        self._runner.close()
+
+    def _next_work(self, *, wait: bool) -> list[Callable[[], None]]:
+        with self._wake:
+            if wait and not self._inbox and not self._closing:
+                self._wake.wait(self._idle_time())
+            work = list(self._inbox)
+            self._inbox.clear()
+            return work
+
+    def _idle_time(self) -> float:
+        """Seconds to sleep when the last step found nothing to run."""
+        blocked = any(s.phase is Phase.PREFILL for s in self._book) or (
+            self._capture.live and any(s.capture.state is CaptureState.SUSPENDED for s in self._book)
+        )
+        if blocked:
+            return _BLOCKED_S
+        expiry = self._book.next_expiry()
+        return _CHECK_S if expiry is None else min(max(expiry - time.monotonic(), 0.0), _CHECK_S)
+
+    def _guard(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Unavailable as error:
+            self._fail(error)
+        except Exception:  # one bad message must not end the engine
+            log.exception("a message to the engine failed")
+
+    def _step(self) -> bool:
+        try:
+            return self._stepper.step()
+        except Unavailable as error:
+            self._fail(error)
+        except Exception as error:  # planning failed: no telling whose fault it is
+            log.exception("planning a step failed")
+            self._book.fail_all(InternalError(f"planning failed: {type(error).__name__}: {error}"))
+        return False
+
+    def _check(self) -> None:
+        try:
+            self._runner.check()
+        except Unavailable as error:
+            self._fail(error)
+
+    def _fail(self, error: SpecBridgeError) -> None:
+        if self.failure is not None:
+            return
+        log.error("the target can't go on: %s", error)
+        self.failure = error
+        if self._on_failure is not None:
+            self._on_failure(error)
+
+    def _warm_up(self) -> None:
+        begin = time.monotonic()
+        points = measure_verify_cost(self._runner.forward, self._limits, repeats=self._limits.warmup_repeats)
+        self._info = replace(self._info, verify_cost=points)
+        log.info("warm after %.1f s, %d points of verify cost", time.monotonic() - begin, len(points))
+
+    def _set_taps(self, layer_ids: tuple[int, ...], normed_last_layer: bool) -> None:
+        self._capture.detached([s.capture for s in self._book])
+        self._runner.set_taps(layer_ids, normed_last_layer=normed_last_layer)
+
+    def _recapture(self, key: SessionKey, first: int, cause: str) -> None:
+        session = self._book.find(key)
+        if session is None:
+            log.debug("re-capture of unknown session %s", key)
+            return
+        self._capture.request(
+            session.capture,
+            first=first,
+            kv_length=session.kv_length,
+            limit=session.num_tokens if session.phase is Phase.PREFILL else session.kv_length,
+            cause=cause,
+        )

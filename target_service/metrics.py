@@ -1,0 +1,114 @@
+"""Prometheus metrics of the target service: names, help, labels. Owns no logic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from specbridge.channel.base import ChannelSnapshot
+from specbridge.metrics import ROUND_BUCKETS
+
+_ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+
+
+class TargetMetrics:
+    """All metrics of one target process, in `registry`."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
+            return Counter(f"specbridge_target_{name}", text, labels, registry=registry)
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"specbridge_target_{name}", text, registry=registry)
+
+        def seconds(name: str, text: str) -> Histogram:
+            return Histogram(
+                f"specbridge_target_{name}_seconds", text, buckets=ROUND_BUCKETS, registry=registry
+            )
+
+        self.registry = registry
+        self.sessions = gauge("sessions", "Open sessions")
+        self.running = gauge("sessions_running", "Open sessions whose text has not ended")
+        self.pages_used = gauge("kv_pages_used", "KV pages held by sessions")
+        self.pages_cached = gauge("kv_pages_cached", "KV pages kept as reusable prefixes")
+        self.pages_total = gauge("kv_pages_total", "KV pages in all")
+        self.prefix_queries = counter("prefix_queries_tokens_total", "Tokens of opened sessions")
+        self.prefix_hits = counter("prefix_hits_tokens_total", "Tokens taken from cached pages")
+        self.prefill_rows = counter("prefill_rows_total", "Prompt rows run")
+        self.verify_rows = counter("verify_rows_total", "Verify rows run, anchors included")
+        self.padding_rows = counter("padding_rows_total", "Scratch rows run in deterministic mode")
+        self.tokens = counter("tokens_total", "Tokens committed")
+        self.accepted = counter("accepted_tokens_total", "Draft tokens accepted")
+        self.step_rows = Histogram(
+            "specbridge_target_step_rows", "Rows of a forward pass", buckets=_ROW_BUCKETS, registry=registry
+        )
+        self.queue_time = seconds("queue", "Verify batch received until its forward started")
+        self.forward_time = seconds("forward", "Forward pass and sampling of one step")
+        self.commit_time = seconds("commit", "Walk, page commit, capture of one step")
+        self.service_time = seconds("service", "Verify batch received until its reply was built")
+        self.channel_attached = gauge("channel_attached", "1 while a draft is attached")
+        self.captured_rows = counter("captured_rows_total", "Hidden-state rows published")
+        self.suspended = counter("captures_suspended_total", "Captures suspended for want of slots")
+        self.recaptures = counter("recaptures_total", "Re-captures completed", ("cause",))
+        self.recapture_rows = counter("recapture_rows_total", "Rows run again for the draft")
+        self.recaptures_skipped = counter("recaptures_skipped_total", "Re-captures not worth their cost")
+        self.preemptions = counter("preemptions_total", "Sessions whose pages were taken away")
+        self.errors = counter("errors_total", "Sessions ended by an error", ("code",))
+        self.lease_timeouts = counter("lease_timeouts_total", "Sessions freed after their stream broke")
+
+
+class ChannelSource(Protocol):
+    """Where the hidden-state channel keeps its counters (specbridge.channel.producer)."""
+
+    @property
+    def ring_slots(self) -> int: ...
+
+    @property
+    def ring_used(self) -> int: ...
+
+
+class ChannelCollector(Collector):
+    """The channel's own counters, read when somebody scrapes."""
+
+    def __init__(self, source: ChannelSource, snapshot: Callable[[], ChannelSnapshot]) -> None:
+        self._source = source
+        self._snapshot = snapshot
+
+    def collect(self) -> Iterable[Metric]:
+        counts = self._snapshot()
+        prefix = "specbridge_target_channel"
+        moved = CounterMetricFamily(f"{prefix}_bytes", "Hidden-state bytes published", labels=["transport"])
+        for transport, amount in counts.bytes_by_transport.items():
+            moved.add_metric([transport], amount)
+        attaches = CounterMetricFamily(f"{prefix}_attaches", "Draft attachments", labels=["transport"])
+        by_transport: dict[str, int] = {}
+        for (transport, _reason), amount in counts.attaches.items():
+            by_transport[transport] = by_transport.get(transport, 0) + amount
+        for transport, amount in by_transport.items():
+            attaches.add_metric([transport], amount)
+        detaches = CounterMetricFamily(f"{prefix}_detaches", "Draft detachments", labels=["cause"])
+        for cause, amount in counts.detaches.items():
+            detaches.add_metric([cause], amount)
+        yield from (moved, attaches, detaches)
+        for name, text, amount in (
+            ("chunks", "Chunks published", counts.chunks),
+            ("acks", "Chunks acknowledged", counts.acked),
+            ("reservation_failures", "Reservations refused by a full ring", counts.reservation_failures),
+            (
+                "lease_timeouts",
+                "Attachments ended because the draft gave no sign of life",
+                counts.lease_timeouts,
+            ),
+            ("refused", "Attachments refused", counts.refused),
+        ):
+            yield CounterMetricFamily(f"{prefix}_{name}", text, value=amount)
+        yield GaugeMetricFamily(
+            f"{prefix}_ring_slots", "Slots of the ring in use", value=self._source.ring_slots
+        )
+        yield GaugeMetricFamily(
+            f"{prefix}_ring_used", "Slots reserved or not yet acknowledged", value=self._source.ring_used
+        )

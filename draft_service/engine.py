@@ -10,21 +10,32 @@ from __future__ import annotations
 
 import logging
 import queue
+import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
 from draft_service.context_cache import ContextCache
 from draft_service.desk import Batch, Desk, EngineLimits, Reply
+from draft_service.drafter import Reading
 from draft_service.ingest import Channel, Ingest
 from draft_service.metrics import DraftMetrics
-from draft_service.proposer import Proposer
+from draft_service.proposer import Place, Proposer
 from draft_service.selfcheck import AcceptanceMonitor
 from draft_service.session import Chunk, Session, SessionTable
-from specbridge.errors import CapacityError, InternalError, InvalidRequest, SpecBridgeError, Stale
+from specbridge.errors import (
+    CapacityError,
+    InternalError,
+    InvalidRequest,
+    SpecBridgeError,
+    Stale,
+    Unavailable,
+)
 from specbridge.rounds import CostPoint, DraftOpen, DraftRequest, DraftResult, DraftResultKind, SessionKey
+from specbridge.tree import DraftTree
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +78,10 @@ class Engine:
         self.limits = limits
         self.draft_cost: tuple[CostPoint, ...] = ()
         self.channel_state = ChannelState()
+        self.own_gateway = secrets.token_bytes(16)
+        """Gateway id of this service's own sessions: they are no traffic."""
+        self.traffic = 0
+        """Open sessions of gateways that are connected; read from any thread."""
         self._proposer = proposer
         self._cache = cache
         self._metrics = metrics
@@ -80,10 +95,12 @@ class Engine:
             clock=clock,
             lazy=limits.lazy,
             max_position=limits.max_length,
+            unjudged=self.own_gateway,
         )
         self._desk = Desk(proposer, self._ingest, self._sessions, limits=limits, metrics=metrics, clock=clock)
         self._queue: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._closing = False
+        self._draining = False
         self._evictions = 0
         self._thread = threading.Thread(target=self._run, name="draft-engine", daemon=True)
         metrics.pages_total.set(cache.pool.num_pages)
@@ -140,9 +157,39 @@ class Engine:
     def on_detached(self, reason: str) -> None:
         self._queue.put(lambda: self._detached(reason))
 
+    def on_target_changed(self) -> None:
+        """Another target than before has been attached: nothing its predecessor's rows made is kept."""
+        self._queue.put(self._target_changed)
+
+    def replay(
+        self, key: SessionKey, places: Sequence[Place], *, reading: Reading, max_nodes: int
+    ) -> Future[tuple[DraftTree, ...]]:
+        """Trees at earlier places of an open session under another reading of the drafter; see Proposer."""
+        future: Future[tuple[DraftTree, ...]] = Future()
+
+        def work() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                session = self._sessions.get(key)
+                if session is None:
+                    raise Stale(f"session {key} is not open here")
+                future.set_result(
+                    self._proposer.replay(session, places, reading=reading, max_nodes=max_nodes)
+                )
+            except Exception as error:
+                future.set_exception(error)
+
+        self._queue.put(work)
+        return future
+
     def call(self, task: Task) -> None:
         """Run a task on the engine's thread, in turn."""
         self._queue.put(task)
+
+    def drain(self) -> None:
+        """Refuse new sessions from now on; those open go on."""
+        self._draining = True
 
     def close(self) -> None:
         """Stop the thread; what is waiting is answered NOT_READY. Idempotent."""
@@ -238,6 +285,8 @@ class Engine:
         if old is not None and old.key.incarnation > key.incarnation:
             raise Stale(f"session {key} has been re-opened as incarnation {old.key.incarnation}")
         vocab = self._proposer.drafter.config.vocab_size
+        if self._draining:
+            raise Unavailable("the draft service is going down: decode without it")
         if not tokens:
             raise InvalidRequest("tokens is empty; a session begins with at least one token", param="tokens")
         if len(tokens) > self.limits.max_length:
@@ -292,6 +341,12 @@ class Engine:
         self._desk.forget_all()
         self._ingest.on_attached(info.slots)
 
+    def _target_changed(self) -> None:
+        log.warning("another target is attached: cached context is dropped, open sessions start over")
+        self._metrics.target_changes.inc()
+        self._desk.forget_all()
+        self._ingest.void()
+
     def _detached(self, reason: str) -> None:
         self.channel_state = ChannelState(False, "none", reason)
         self._metrics.attached.set(0)
@@ -307,9 +362,10 @@ class Engine:
 
     def _count(self) -> None:
         pool, metrics = self._cache.pool, self._metrics
+        self.traffic = self._sessions.traffic(self.own_gateway)
         metrics.sessions.set(len(self._sessions))
         metrics.pending_rows.set(self._ingest.pending_rows)
         metrics.pages_used.set(pool.used_pages)
         metrics.pages_cached.set(pool.cached_pages)
-        metrics.evictions.inc(pool.stats.evictions - self._evictions)
-        self._evictions = pool.stats.evictions
+        metrics.evictions.inc(pool.evictions - self._evictions)
+        self._evictions = pool.evictions

@@ -69,6 +69,7 @@ class Ingest:
         clock: Callable[[], float],
         lazy: LazyLimits,
         max_position: int,
+        unjudged: bytes = b"",
     ) -> None:
         self.attached = False
         self.pending_rows = 0
@@ -79,6 +80,8 @@ class Ingest:
         self._clock = clock
         self._lazy = lazy
         self._max_position = max_position
+        # The gateway whose rounds are no traffic.
+        self._unjudged = unjudged
         self._channel: Channel | None = None
         self._acks: list[int] = []
         self._urgent: dict[Session, None] = {}
@@ -101,6 +104,16 @@ class Ingest:
         cause = "attach" if self._attaches == 1 else "restart"
         for session in self._sessions:
             self.recapture(session, cause)
+
+    def void(self) -> None:
+        """Another target is attached: what the old one's rows made is of no use, here or as a prefix."""
+        self._cache.pool.clear_cache()
+        self._monitor.reset()
+        for session in self._sessions:
+            session.proposed = session.eager = None
+            if session.starved_at is None:
+                self._reset(session)
+                self.recapture(session, "restart")
 
     def on_detached(self) -> None:
         self.attached = False
@@ -151,7 +164,9 @@ class Ingest:
         session.pending.append(Pending(chunk, skip, now))
         session.pending_rows += chunk.count - skip
         self.pending_rows += chunk.count - skip
-        session.eager = None
+        if session.eager is not None:  # the gateway did not ask in the round it was made for
+            session.eager = None
+            self._metrics.eager.labels("wasted").inc()
         session.fresh_anchor = chunk.anchor if session.awaiting else None
         session.awaiting = False
         if chunk.anchor is None or chunk.count - skip > EAGER_APPEND_ROWS:
@@ -308,7 +323,7 @@ class Ingest:
             return
         session.proposed = None
         text = (*chunk.tokens, chunk.anchor)[drafted.base + 1 - chunk.first_position :]
-        if not text or not drafted.tree.tokens:
+        if not text or not drafted.tree.tokens or session.key.gateway == self._unjudged:
             return
         result = self._monitor.observe(drafted.tree, text, greedy=session.sampling.greedy)
         self._metrics.accepted(drafted.tree, result.nodes, result.length)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+import kernels.device
 from draft_service.config import DraftSettings
 from draft_service.context_cache import PAGE_SIZE, ContextCache
 from draft_service.desk import EngineLimits
@@ -24,7 +24,8 @@ from draft_service.drafter_weights import load_weights
 from draft_service.engine import Engine
 from draft_service.metrics import DraftMetrics
 from draft_service.proposer import Proposer
-from draft_service.selfcheck import AcceptanceMonitor, Verdict
+from draft_service.selfcheck import AcceptanceMonitor
+from draft_service.startup_check import CheckText
 from specbridge.checkpoint import Checkpoint
 from specbridge.errors import ConfigError
 
@@ -32,12 +33,6 @@ log = logging.getLogger(__name__)
 
 DEFAULT_KV_TOKENS = 65536
 PROPOSE_WAIT_S = {"cpu": 0.02, "cuda": 0.003}
-DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +43,7 @@ class Loaded:
     config: DrafterConfig
     fingerprint: str
     max_nodes: int
+    check_text: CheckText | None = None
 
 
 def load_engine(settings: DraftSettings, draft: Path, target: Path, metrics: DraftMetrics) -> Loaded:
@@ -114,21 +110,16 @@ def load_engine(settings: DraftSettings, draft: Path, target: Path, metrics: Dra
         cache.pool.num_pages * cache.pool.page_size,
         drafter.bytes_per_token / 1024,
     )
-    return Loaded(engine, config, fingerprint, settings.max_tree_nodes)
+    check_text = CheckText.read(target, config.vocab_size) if settings.selfcheck else None
+    return Loaded(engine, config, fingerprint, settings.max_tree_nodes, check_text)
 
 
 def resolve_device(device: str) -> str:
     """The device to use, checked. Raises ConfigError naming what is there."""
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    kind, _, index = device.partition(":")
-    if kind not in ("cpu", "cuda") or (index and not index.isdecimal()):
-        raise ConfigError(f"device {device!r} is not known; use auto, cpu, cuda or cuda:N")
-    if kind == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if int(index or 0) >= count:
-            raise ConfigError(f"device {device!r} is not there; torch sees {count} GPUs")
-    return device
+    try:
+        return kernels.device.resolve_device(device)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def resolve_dtype(name: str, checkpoint: Checkpoint, device: str) -> torch.dtype:
@@ -136,13 +127,13 @@ def resolve_dtype(name: str, checkpoint: Checkpoint, device: str) -> torch.dtype
     if name != "auto":
         if name == "float16" and device == "cpu":
             raise ConfigError("float16 on a CPU overflows in common models; use bfloat16, float32 or auto")
-        return DTYPES[name]
+        return kernels.device.parse_dtype(name)
     own = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
     dtype = own.get(checkpoint.entry(_fc_name(checkpoint)).dtype)
     if dtype is None:
         raise ConfigError(
             f"the drafter's weights are {checkpoint.entry(_fc_name(checkpoint)).dtype}: quantised drafters "
-            f"are not supported, use one in {', '.join(sorted(DTYPES))}"
+            f"are not supported, use one in {', '.join(sorted(kernels.device.DTYPES))}"
         )
     return torch.float32 if dtype == torch.float16 and device == "cpu" else dtype
 
@@ -159,15 +150,11 @@ def _fc_columns(checkpoint: Checkpoint) -> int:
 
 
 def _monitor(settings: DraftSettings, config: DrafterConfig, metrics: DraftMetrics) -> AcceptanceMonitor:
-    def judged(verdict: Verdict) -> None:
-        metrics.selfcheck_failed.set(int(verdict.failed))
-
-    report: Callable[[Verdict], None] = judged
     monitor = AcceptanceMonitor(
         rounds=settings.selfcheck_rounds,
         threshold=settings.selfcheck_acceptance,
         mask_token_id=config.mask_token_id,
-        on_verdict=report,
     )
-    metrics.selfcheck_acceptance.set_function(lambda: monitor.mean)
+    metrics.acceptance_low.set_function(lambda: int(monitor.failed))
+    metrics.recent_acceptance.set_function(lambda: monitor.mean)
     return monitor

@@ -23,6 +23,7 @@ PROBABILITY_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0
 ACCEPTANCE_BUCKETS = (*range(1, 17), 24, 32)
 STAGES = ("queue", "channel_wait", "append", "forward", "tree", "service")
 RESULTS = ("proposed", "not_ready", "stale", "invalid", "capacity", "internal")
+SELFCHECK_RESULTS = ("passed", "failed", "skipped", "interrupted", "error")
 
 
 class DraftMetrics:
@@ -89,11 +90,23 @@ class DraftMetrics:
         self.attaches = counter("channel_attaches_total", "Times the channel came up, by transport.",
                                 ("transport",))  # fmt: skip
         self.transport = Info("specbridge_draft_channel", "Transport in use and why.", registry=self.registry)
+        self.acceptance_low = gauge(
+            "acceptance_low", "1 while traffic's acceptance is so low that the drafter is probably misread."
+        )
+        self.recent_acceptance = gauge(
+            "recent_acceptance_length", "Mean acceptance length of the traffic's latest greedy rounds."
+        )
+        self.selfchecks = counter("selfchecks_total", "Start-up self-checks, by how they ended.", ("result",))
         self.selfcheck_failed = gauge(
-            "selfcheck_failed", "1 if acceptance is so low that the drafter is probably misread."
+            "selfcheck_failed",
+            "1 if the latest self-check found the drafter's acceptance below the threshold.",
         )
         self.selfcheck_acceptance = gauge(
-            "selfcheck_acceptance_length", "Mean acceptance length of the latest greedy rounds."
+            "selfcheck_acceptance", "Acceptance length of the latest self-check; NaN before the first."
+        )
+        self.selfcheck_acceptance.set(math.nan)
+        self.target_changes = counter(
+            "target_changes_total", "Times another target answered, which voids all cached context."
         )
         self.lease_expiries = counter(
             "lease_expiries_total", "Gateways whose sessions were freed after a lost stream."
@@ -103,6 +116,8 @@ class DraftMetrics:
             self.stage.labels(stage)
         for result in RESULTS:
             self.proposals.labels(result)
+        for result in SELFCHECK_RESULTS:
+            self.selfchecks.labels(result)
         self.transport.info({"transport": "none", "reason": "not attached yet"})
 
     def proposed(self, tree: DraftTree) -> None:

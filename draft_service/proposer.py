@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from draft_service.context_cache import ContextCache
-from draft_service.drafter import BlockBatch, Drafter
+from draft_service.drafter import BlockBatch, Drafter, Reading
 from draft_service.session import Session
 from draft_service.tree import build_trees_from_logits
 from kernels.philox import gumbel_noise
@@ -32,6 +32,14 @@ class Ask:
     anchor: int
     max_nodes: int
     max_depth: int
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A point of a session's text: its token `anchor` at position `base`."""
+
+    base: int
+    anchor: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +101,34 @@ class Proposer:
             points.append(CostPoint(rows=count * drafter.config.block_size, context=context, time_ns=median))
         return tuple(points)
 
+    def replay(
+        self, session: Session, places: Sequence[Place], *, reading: Reading, max_nodes: int
+    ) -> tuple[DraftTree, ...]:
+        """The greedy trees that `reading` of the drafter would have grown at `places` of a session's text.
+
+        Context rows do not depend on how the block is read, so those the session holds serve for all of it.
+        """
+        drafter = self.drafter.reread(reading)
+        count = len(places)
+        batch = BlockBatch(
+            [place.anchor for place in places],
+            [place.base for place in places],
+            [session.sequence.pages] * count,
+        )
+        logits = drafter.propose(self._cache.pages, batch)
+        # No deeper than the drafter really went: readings differ in where they look, not in how far.
+        horizon = min(drafter.config.horizon, self.drafter.config.horizon)
+        return tuple(build_trees_from_logits(logits, [max_nodes] * count, max_depths=[horizon] * count))
+
     def _pass(self, asks: Sequence[Ask]) -> torch.Tensor:
         batch = BlockBatch(
             [ask.anchor for ask in asks],
             [ask.session.sequence.length for ask in asks],
             [ask.session.sequence.pages for ask in asks],
         )
-        return self.drafter.propose(self._cache.pages, batch, max(ask.max_depth for ask in asks))
+        # A tree of N nodes is at most N deep: rows of the head beyond that are computed for nothing.
+        depth = max(min(ask.max_depth, ask.max_nodes) for ask in asks)
+        return self.drafter.propose(self._cache.pages, batch, depth)
 
     def _grow(self, logits: torch.Tensor, asks: Sequence[Ask]) -> list[DraftTree]:
         return build_trees_from_logits(

@@ -1,13 +1,14 @@
 """gRPC side of the draft service: wire ↔ domain, and the life of the process.
 
-Owns the servicer, start-up (settings → drafter → engine → SERVING), the channel's consumer end and shutdown.
-Does not own what requests mean (engine) nor the channel's transports (specbridge.channel). The service
-answers while the target is away: proposals are NOT_READY then, and the channel attaches again by itself.
+Owns the servicer, start-up (settings → drafter → engine → SERVING) and shutdown (NOT_SERVING → drain → end).
+Does not own what requests mean (engine) nor the tie to the target (link). The service answers while the
+target is away: proposals are NOT_READY then, and the channel attaches again by itself.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import sys
@@ -18,57 +19,27 @@ import torch
 import uvloop
 
 from draft_service.config import DraftSettings
+from draft_service.engine import Engine
+from draft_service.link import TargetLink
 from draft_service.loading import Loaded, load_engine
 from draft_service.metrics import ChannelCollector, DraftMetrics
-from protos import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2_grpc
+from draft_service.startup_check import StartupCheck
+from protos import common_pb2, draft_pb2, draft_pb2_grpc
 from specbridge import wire
-from specbridge.channel.base import AttachedInfo
-from specbridge.channel.consumer import HiddenStateClient
-from specbridge.channel.transports import TRANSPORTS
 from specbridge.errors import Unavailable
+from specbridge.logs import configure_logging
 from specbridge.metrics import serve_metrics
 from specbridge.models import resolve_draft, resolve_target
-from specbridge.rounds import DraftInfo, DraftReply, DraftRequest, TargetInfo
-from specbridge.server import Server, channel_options, stop_event, typed_errors
+from specbridge.process import run_in_own_thread
+from specbridge.rounds import DraftInfo, DraftReply
+from specbridge.rounds_stream import RoundsStream
+from specbridge.server import Server, stop_event, typed_errors
 
 log = logging.getLogger(__name__)
 
 WARM_UP_SESSIONS = (1, 2, 4, 8)
-INFO_TIMEOUT_S = 5.0
-_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-
-
-class Stream:
-    """One Rounds stream: replies on their way out, and how many results are still owed, so that a client
-    which closes its side still gets its answers.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._queue: asyncio.Queue[DraftReply | None] = asyncio.Queue()
-        self._owed = 0
-        self._half_closed = False
-
-    def expect(self, request: DraftRequest) -> None:
-        self._owed += len(request.opens) + len(request.releases) + len(request.proposes)
-
-    def reply(self, message: DraftReply) -> None:
-        """Called on the engine's thread."""
-        self._loop.call_soon_threadsafe(self._queue.put_nowait, message)
-
-    def half_close(self) -> None:
-        self._half_closed = True
-        if not self._owed:
-            self._queue.put_nowait(None)
-
-    async def next(self) -> DraftReply | None:
-        """The next reply; None at the end."""
-        if self._half_closed and not self._owed:
-            return None
-        message = await self._queue.get()
-        if message is not None:
-            self._owed -= len(message.results)
-        return message
+DRAIN_POLL_S = 0.02
+STREAM_GRACE_S = 0.5
 
 
 class DraftServicer(draft_pb2_grpc.DraftServicer):
@@ -115,23 +86,18 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
     ) -> AsyncIterator[draft_pb2.DraftReply]:
         async with typed_errors(context):
             engine = self._ready().engine
-            stream = Stream(asyncio.get_running_loop())
+            stream: RoundsStream[DraftReply] = RoundsStream()
 
-            async def read() -> None:
-                try:
-                    async for pb in request_iterator:
-                        request = wire.draft_request_from_pb(pb)
-                        stream.expect(request)
-                        engine.submit(request, stream.reply, stream=stream)
-                finally:
-                    stream.half_close()
+            def take(pb: draft_pb2.DraftRequest) -> int:
+                request = wire.draft_request_from_pb(pb)
+                engine.submit(request, stream.reply, stream=stream)
+                return len(request.opens) + len(request.releases) + len(request.proposes)
 
-            reader = asyncio.create_task(read())
             try:
-                while (message := await stream.next()) is not None:
-                    yield wire.draft_reply_to_pb(message)
+                async with contextlib.aclosing(stream.answers(request_iterator, take)) as messages:
+                    async for message in messages:
+                        yield wire.draft_reply_to_pb(message)
             finally:
-                reader.cancel()
                 engine.stream_closed(stream)
 
     def _ready(self) -> Loaded:
@@ -140,78 +106,9 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         return self._loaded
 
 
-class TargetLink:
-    """The channel's consumer end, wired to the engine, and the target's fingerprint."""
-
-    def __init__(self, address: str, loaded: Loaded, servicer: DraftServicer, *, transport: str) -> None:
-        engine, config = loaded.engine, loaded.config
-        self._address = address
-        self._config = config
-        self._servicer = servicer
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._engine = engine
-        # What else the consumer has (inline, where nothing better works) stays its own choice.
-        transports = tuple(TRANSPORTS) if transport == "auto" else (transport,)
-        self.client = HiddenStateClient(
-            address,
-            target_layer_ids=config.target_layer_ids,
-            normed_last_layer=config.normed_last_layer,
-            device="cpu",
-            on_attached=self._attached,
-            on_chunk=engine.on_chunk,
-            on_detached=engine.on_detached,
-            instance=servicer.instance,
-            transports=transports,
-        )
-        engine.connect(self.client)
-
-    def start(self) -> None:
-        self.client.start()
-
-    async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await self.client.close()
-
-    def _attached(self, info: AttachedInfo) -> None:
-        self._engine.on_attached(info)
-        task = asyncio.get_running_loop().create_task(self._identify())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _identify(self) -> None:
-        """Learn which target it is. That it answers at all is not this call's matter."""
-        try:
-            info = await target_info(self._address)
-        except grpc.aio.AioRpcError as error:
-            log.warning("the target at %s does not say who it is: %s", self._address, error.code().name)
-            return
-        self._servicer.target_fingerprint = info.fingerprint
-        for name, ours, theirs in (
-            ("vocabulary", self._config.vocab_size, info.vocab_size),
-            ("hidden size", self._config.hidden_size, info.hidden_size),
-        ):
-            if ours != theirs:
-                log.error(
-                    "the target has %s %d, the drafter's is %d: give both the same --target",
-                    name,
-                    theirs,
-                    ours,
-                )
-
-
-async def target_info(address: str) -> TargetInfo:
-    """Target.GetInfo. Raises grpc.aio.AioRpcError."""
-    async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
-        pb = await target_pb2_grpc.TargetStub(channel).GetInfo(
-            common_pb2.InfoRequest(), timeout=INFO_TIMEOUT_S
-        )
-    return wire.target_info_from_pb(pb)
-
-
 def run(settings: DraftSettings) -> int:
     """Serve until SIGTERM; returns the exit code. Raises ConfigError for settings that can't work."""
-    logging.basicConfig(level=settings.log_level.upper(), format=_LOG_FORMAT, stream=sys.stderr)
+    configure_logging(settings.log_level, "draft")
     if settings.threads:
         torch.set_num_threads(settings.threads)
     return uvloop.run(_serve(settings))
@@ -235,8 +132,19 @@ async def _serve(settings: DraftSettings) -> int:
     try:
         await server.start()
         log.info("draft listening on %s, loading %s", server.bound, settings.draft)
-        loaded = await asyncio.to_thread(_load, settings, metrics)
-        link = TargetLink(settings.target_address, loaded, servicer, transport=settings.transport)
+        loaded = await run_in_own_thread(_load, settings, metrics)
+        check = None
+        if settings.selfcheck:
+            check = StartupCheck(
+                loaded.engine,
+                loaded.config,
+                loaded.check_text,
+                threshold=settings.selfcheck_acceptance,
+                metrics=metrics,
+            )
+        link = TargetLink(
+            settings.target_address, loaded, servicer, transport=settings.transport, check=check
+        )
         metrics.registry.register(ChannelCollector(link.client.stats.snapshot))
         warm_up = WARM_UP_SESSIONS if settings.warmup_repeats else ()
         await asyncio.to_thread(
@@ -248,17 +156,29 @@ async def _serve(settings: DraftSettings) -> int:
         log.info("draft ready: %s", server.bound)
         await stop.wait()
         await server.set_not_serving()
+        await link.stop_check()
+        await drain(loaded.engine, settings.drain)
     finally:
         if link is not None:
             await link.close()
         if loaded is not None:
             await asyncio.to_thread(loaded.engine.close)
         # Proposals under way have been answered; streams have no end of their own to wait for.
-        await server.stop(grace=min(0.5, settings.drain))
+        await server.stop(grace=min(STREAM_GRACE_S, settings.drain))
         if endpoint is not None:
             endpoint.shutdown()
             endpoint.server_close()
     return 0
+
+
+async def drain(engine: Engine, seconds: float) -> None:
+    """Let the sessions of connected gateways come to their end, at most `seconds`; no new ones begin."""
+    engine.drain()
+    end = asyncio.get_running_loop().time() + seconds
+    if engine.traffic:
+        log.info("draining: %d sessions are open, at most %g s for them", engine.traffic, seconds)
+    while engine.traffic and asyncio.get_running_loop().time() < end:
+        await asyncio.sleep(DRAIN_POLL_S)
 
 
 def _load(settings: DraftSettings, metrics: DraftMetrics) -> Loaded:

@@ -142,6 +142,12 @@ class SessionTable:
     def remove(self, session: Session) -> None:
         del self._sessions[session.key.gateway, session.key.number]
 
+    def traffic(self, apart_from: bytes) -> int:
+        """Sessions of gateways that have a stream, those of gateway `apart_from` not counted."""
+        return sum(
+            session.key.gateway != apart_from and session.key.gateway not in self._expires for session in self
+        )
+
     # ---- leases ------------------------------------------------------------------------------
 
     def seen(self, gateway: bytes, stream: object) -> None:

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from kernels.topk import places_of, sort_keys, top_entries
 from specbridge.rounds import GREEDY_BELOW
 from specbridge.tree import EMPTY_TREE, DraftTree
 
@@ -30,10 +31,7 @@ LEVEL_WISE_FROM = 1024
 about 5 ms at any size (kernel launches), the heap 1.1 ms for 1 x 64, 3.4 ms for 8 x 64 and 6.5 ms for 32 x
 64."""
 
-_BLOCK = 64
-_MAGNITUDE = 0x7FFFFFFF
 _INFINITE = 0x7F800000
-_LOW_WORD = 0xFFFFFFFF
 
 
 def noisy_log_probs(
@@ -113,7 +111,7 @@ def build_trees(
     if nodes <= 0 or levels == 0:
         return [EMPTY_TREE] * sessions
     width = min(nodes, vocab, top_k or vocab)
-    log_probs, ids = top_tokens(scores[:, :levels], width)
+    log_probs, ids = top_entries(scores[:, :levels], width, nonpositive=True)
     if level_wise is None:
         level_wise = scores.device.type != "cpu" and sessions * nodes >= LEVEL_WISE_FROM
     if not level_wise:
@@ -178,44 +176,6 @@ def _heap(log_probs: np.ndarray, ids: list[list[int]], budget: int, max_depth: i
     return DraftTree(tuple(tokens), tuple(parents), tuple(map(float, scores)))
 
 
-def top_tokens(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k best tokens of each row, by score descending, then id ascending: fp32 and int64 [..., k].
-
-    scores: fp32 [..., vocab], all <= 0. torch.topk leaves ties open, so it runs on keys that hold value and
-    place, and only on the k blocks of neighbouring ids with the best maxima (ties: the lower block): a token
-    outside of them has k tokens before it.
-    """
-    lead, vocab = scores.shape[:-1], scores.shape[-1]
-    rows = scores.reshape(-1, vocab)
-    blocks = vocab // _BLOCK
-    if blocks <= k:
-        keys = _keys(rows).topk(k, dim=-1, largest=False).values
-        return _value(keys).view(*lead, k), (keys & _LOW_WORD).view(*lead, k)
-    whole = rows[:, : blocks * _BLOCK].view(len(rows), blocks, _BLOCK)
-    chosen = (_keys(whole.amax(dim=-1)).topk(k, dim=-1, largest=False).values & _LOW_WORD).sort(dim=-1).values
-    picked = whole.gather(1, chosen.unsqueeze(-1).expand(-1, -1, _BLOCK)).flatten(1)
-    # Tokens after the last whole block are always candidates; their ids are the highest.
-    keys = _keys(
-        torch.cat((picked, rows[:, blocks * _BLOCK :]), dim=-1) if blocks * _BLOCK < vocab else picked
-    )
-    keys = keys.topk(k, dim=-1, largest=False).values
-    place = keys & _LOW_WORD
-    block = chosen.gather(1, (place // _BLOCK).clamp_(max=k - 1))
-    ids = torch.where(place < k * _BLOCK, block * _BLOCK + place % _BLOCK, place + (blocks - k) * _BLOCK)
-    return _value(keys).view(*lead, k), ids.view(*lead, k)
-
-
-def _keys(values: torch.Tensor) -> torch.Tensor:
-    """int64 keys of fp32 [..., n] values <= 0: ascending = value descending (-inf, NaN last), then place."""
-    # The bits of a non-positive float, sign aside, grow as it falls.
-    magnitude = (values.contiguous().view(torch.int32) & _MAGNITUDE).to(torch.int64)
-    return magnitude.bitwise_left_shift_(32).bitwise_or_(torch.arange(values.shape[-1], device=values.device))
-
-
-def _value(keys: torch.Tensor) -> torch.Tensor:
-    return -(keys >> 32).to(torch.int32).view(torch.float32)
-
-
 def _best_prefixes(log_probs: torch.Tensor, ids: torch.Tensor, nodes: int) -> torch.Tensor:
     """log_probs fp32, ids int64 [sessions, levels, width] -> int32 [sessions, 3, kept]: token, parent, score.
 
@@ -234,8 +194,10 @@ def _best_prefixes(log_probs: torch.Tensor, ids: torch.Tensor, nodes: int) -> to
         kept = min(nodes, above * width)
         candidates = (score.unsqueeze(2) + log_probs[:, level].unsqueeze(1)).flatten(1)
         if kept < above * width:
-            best = _keys(candidates).topk(kept, dim=-1, largest=False, sorted=False).values
-            place = (best & _LOW_WORD).sort(dim=-1).values
+            best = (
+                sort_keys(candidates, nonpositive=True).topk(kept, dim=-1, largest=False, sorted=False).values
+            )
+            place = places_of(best).sort(dim=-1).values
             score = candidates.gather(1, place)
         else:
             place = torch.arange(kept, device=score.device).expand(sessions, kept)
@@ -249,8 +211,8 @@ def _best_prefixes(log_probs: torch.Tensor, ids: torch.Tensor, nodes: int) -> to
     # Over all levels: places run by depth, then lexicographically, as the order of nodes asks.
     flat = torch.cat(scores, dim=1)
     total = flat.shape[1]
-    keys = _keys(flat).topk(min(nodes, total), dim=-1, largest=False).values
-    order = keys & _LOW_WORD
+    keys = sort_keys(flat, nonpositive=True).topk(min(nodes, total), dim=-1, largest=False).values
+    order = places_of(keys)
     position = torch.full((sessions, total + 1), -1, dtype=torch.int64, device=flat.device)
     position.scatter_(1, order, torch.arange(order.shape[1], device=flat.device).expand_as(order))
     # The root's place is -1, which wraps to the spare last column.

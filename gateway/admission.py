@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from gateway.generation import GenerationRequest
 from specbridge.errors import InvalidRequest
-from specbridge.rounds import TargetInfo
+from specbridge.rounds import MAX_STOP_TOKEN_IDS, TargetInfo
 
 
 def check_request(request: GenerationRequest, info: TargetInfo) -> None:
@@ -51,6 +51,11 @@ def check_request(request: GenerationRequest, info: TargetInfo) -> None:
         raise InvalidRequest(
             f"min_tokens is {stop.min_tokens}; it must be in [0, max_tokens {stop.max_tokens}]",
             param="min_tokens",
+        )
+    if len(stop.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequest(
+            f"{len(stop.stop_token_ids)} stop_token_ids are given; at most {MAX_STOP_TOKEN_IDS} are allowed",
+            param="stop_token_ids",
         )
     for token in stop.stop_token_ids:
         if not 0 <= token < info.vocab_size:

@@ -10,9 +10,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gateway.completion import ContextLengthExceeded, Summary
+from gateway.completion import Summary
 from gateway.generation import SpecStats
 from gateway.openai import ModelNotFound, shortened
+from gateway.params import ContextLengthExceeded
 from specbridge import errors
 from specbridge.errors import CapacityError, InvalidRequest, SpecBridgeError, Unavailable, Unsupported
 

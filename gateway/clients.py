@@ -160,17 +160,20 @@ class _GrpcClient(Generic[InfoT, RequestT, ReplyT]):
         return self._stub_class(self._channel)
 
     async def _run(self, listener: Listener[InfoT, ReplyT]) -> None:
-        """Connect, pump, back off, for ever. A stream that answered resets the back-off."""
+        """Connect, pump, back off, for ever. A stream that ended by itself resets the back-off."""
         backoff = BACKOFF_FIRST_S
         reported = ""
         while True:
             reason = ""
             try:
-                info = await self.info(self._connect_timeout_s)
+                reason = await self._pump(await self.info(self._connect_timeout_s), listener)
                 backoff, reported = BACKOFF_FIRST_S, ""
-                reason = await self._pump(info, listener)
             except SpecBridgeError as error:
                 reason = str(error)
+            except Exception as error:  # a defect in a listener or a conversion must not end the client
+                reason = _unexpected(error)
+                if reason != reported:
+                    log.exception("the stream to the %s failed", self.service)
             # Jitter keeps many gateways from knocking at a restarted service in step.
             delay = backoff * random.uniform(0.5, 1.5)
             if reason != reported:
@@ -187,8 +190,8 @@ class _GrpcClient(Generic[InfoT, RequestT, ReplyT]):
         self._outgoing, self._call, self._writer, self._reset_reason = outgoing, call, writer, ""
         reason = "the gateway closed the stream"
         log.info("connected to the %s at %s", self.service, self.address)
-        listener.on_connected(info)
         try:
+            listener.on_connected(info)
             from_pb = self._from_pb
             async for pb in call:
                 listener.on_reply(from_pb(pb))
@@ -198,9 +201,12 @@ class _GrpcClient(Generic[InfoT, RequestT, ReplyT]):
         except asyncio.CancelledError:
             # Our own call.cancel() arrives here too; only a cancelled task may pass it on.
             task = asyncio.current_task()
-            if not self._reset_reason or (task is not None and task.cancelling()):
+            if task is not None and task.cancelling():
                 raise
-            reason = self._reset_reason
+            reason = self._reset_reason or "the call was cancelled"
+        except Exception as error:
+            reason = _unexpected(error)
+            raise
         finally:
             self._outgoing = self._call = self._writer = None
             writer.cancel()
@@ -213,7 +219,19 @@ class _GrpcClient(Generic[InfoT, RequestT, ReplyT]):
         # A failed write means that the stream is over, which the reading side sees and reports.
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             while (request := await outgoing.get()) is not None:
-                await call.write(to_pb(request))
+                try:
+                    pb = to_pb(request)
+                except Exception as error:
+                    # Nothing can follow a request that is lost: whoever waits for it learns of it this way.
+                    log.exception("a request to the %s can't be converted", self.service)
+                    if call is self._call:
+                        self.reset(_unexpected(error))
+                    return
+                await call.write(pb)
+
+
+def _unexpected(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _describe(error: grpc.aio.AioRpcError) -> str:

@@ -1,8 +1,8 @@
 """One request as clients see it: a prompt in, text deltas and a summary out.
 
-Owns what gRPC and REST have in common: the model's limits and defaults, resolving a request against them,
-joining the scheduler's token events with the text stream (stop strings, ends). Does not own rounds
-(scheduler) nor any wire format (rest, openai, server).
+Owns what gRPC and REST have in common: whether requests are taken, the model's defaults, joining the
+scheduler's token events with the text stream (stop strings, ends). Does not own a request's limits (params),
+rounds (scheduler) nor any wire format (rest, openai, server).
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from typing import Any, Protocol
 
 from gateway.detokenize import TextDelta, TextStream
 from gateway.generation import Generation, GenerationRequest, SpecStats, TokenEvent
+from gateway.params import CompletionParams, resolve_max_tokens
 from gateway.text import Tokenizer
 from specbridge.errors import InvalidRequest, Unavailable
 from specbridge.rounds import DraftInfo, FinishReason, SamplingParams, StopParams, TargetInfo
 
 log = logging.getLogger(__name__)
 
-MAX_STOP_STRINGS = 32
-MAX_STOP_LENGTH = 1024
 _SEED_BITS = 53
 """Of a seed that is drawn here: a reported seed has to survive JSON readers that hold numbers as doubles."""
 _LONG_TEXT = 8192
@@ -53,41 +52,12 @@ class Scheduler(Protocol):
     def generate(self, request: GenerationRequest) -> Generation: ...
 
 
-class ContextLengthExceeded(InvalidRequest):
-    """Prompt and output don't fit the model's length."""
-
-
 class Phase(enum.Enum):
     """Where the gateway is in its life. Requests are taken while SERVING only."""
 
     STARTING = "starting"
     SERVING = "serving"
     DRAINING = "draining"
-
-
-@dataclass(frozen=True, slots=True)
-class CompletionParams:
-    """A client's wishes; None where it left the field out. `top_k` 0 or -1: off."""
-
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    include_stop: bool = False
-    skip_special_tokens: bool = True
-    speculate: bool = True
-    max_tree_nodes: int | None = None
-    cache_salt: bytes = b""
-    deadline_s: float | None = None
-    request_id: str = "-"
-    max_tokens_name: str = "max_tokens"
-    """The field's name in the client's request, for messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +172,8 @@ class CompletionService:
         self.detailed = detailed
         self.created = int(time.time())
         self.phase = Phase.STARTING
+        self._checked: TargetInfo | None = None
+        self._misfit = ""
 
     @property
     def name(self) -> str:
@@ -209,8 +181,19 @@ class CompletionService:
 
     @property
     def healthy(self) -> bool:
-        """Requests are taken and the target is there."""
-        return self.phase is Phase.SERVING and self.scheduler.target_connected
+        """Requests are taken, and the target is there and is the one our tokenizer belongs to."""
+        return self.phase is Phase.SERVING and self.scheduler.target_connected and not self.misfit
+
+    @property
+    def misfit(self) -> str:
+        """Why the target's model and this gateway's tokenizer don't belong together; "" if they do."""
+        info = self.scheduler.target_info
+        if info is not None and info is not self._checked:
+            self._checked = info
+            self._misfit = self.tokenizer.misfit(info.vocab_size, info.eos_token_ids)
+            if self._misfit:
+                log.error("not serving: %s", self._misfit)
+        return self._misfit
 
     @property
     def info(self) -> TargetInfo:
@@ -233,6 +216,8 @@ class CompletionService:
             raise Unavailable(
                 "the gateway is waiting for the target service to be warm; try again in a moment"
             )
+        if self.misfit:
+            raise Unavailable(self.misfit)
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of a raw prompt."""
@@ -270,7 +255,7 @@ class CompletionService:
         """
         self.check_serving()
         info = self.info
-        max_tokens = self._check(prompt, params, info, prompt_name=prompt_name)
+        max_tokens = resolve_max_tokens(prompt, params, info, prompt_name=prompt_name)
         defaults = self.tokenizer.defaults
         top_k = defaults.top_k if params.top_k is None else params.top_k
         sampling = SamplingParams(
@@ -315,71 +300,3 @@ class CompletionService:
             eos=eos,
             detailed=self.detailed,
         )
-
-    def _check(
-        self, prompt: Sequence[int], params: CompletionParams, info: TargetInfo, *, prompt_name: str
-    ) -> int:
-        """Limits of the model; returns max_tokens resolved."""
-        if not prompt:
-            raise InvalidRequest(
-                f"{prompt_name} is empty; it must give at least one token", param=prompt_name
-            )
-        worst = max(prompt)
-        if worst >= info.vocab_size or min(prompt) < 0:
-            bad = worst if worst >= info.vocab_size else min(prompt)
-            raise InvalidRequest(
-                f"{prompt_name} holds token id {bad}; ids must be in [0, {info.vocab_size})",
-                param=prompt_name,
-            )
-        left = info.max_length - len(prompt)
-        if left < 1:
-            raise ContextLengthExceeded(
-                f"the prompt has {len(prompt)} tokens; with at least one token of output it must fit the "
-                f"model's length of {info.max_length} tokens; shorten it",
-                param=prompt_name,
-            )
-        name = params.max_tokens_name
-        max_tokens = left if params.max_tokens is None else params.max_tokens
-        if max_tokens < 1:
-            raise InvalidRequest(f"{name} is {max_tokens}; it must be at least 1", param=name)
-        if max_tokens > left:
-            raise ContextLengthExceeded(
-                f"the prompt has {len(prompt)} tokens and {name} is {max_tokens}: together "
-                f"{len(prompt) + max_tokens}, more than the model's length of {info.max_length} tokens; "
-                f"lower {name} to {left} or shorten the prompt",
-                param=name,
-            )
-        if not 0 <= params.min_tokens <= max_tokens:
-            raise InvalidRequest(
-                f"min_tokens is {params.min_tokens}; it must be in [0, {name}], that is at most {max_tokens}",
-                param="min_tokens",
-            )
-        for token_id in params.stop_token_ids:
-            if not 0 <= token_id < info.vocab_size:
-                raise InvalidRequest(
-                    f"stop_token_ids holds {token_id}; ids must be in [0, {info.vocab_size})",
-                    param="stop_token_ids",
-                )
-        if params.seed is not None and not -(2**63) <= params.seed < 2**64:
-            raise InvalidRequest(f"seed is {params.seed}; it must fit 64 bits", param="seed")
-        if params.max_tree_nodes is not None and params.max_tree_nodes < 0:
-            raise InvalidRequest(
-                f"max_tree_nodes is {params.max_tree_nodes}; it must be 0 or more", param="max_tree_nodes"
-            )
-        _check_stops(params.stop)
-        return max_tokens
-
-
-def _check_stops(stops: Sequence[str]) -> None:
-    if len(stops) > MAX_STOP_STRINGS:
-        raise InvalidRequest(
-            f"stop has {len(stops)} strings; at most {MAX_STOP_STRINGS} are allowed", param="stop"
-        )
-    for stop in stops:
-        if not stop:
-            raise InvalidRequest("stop holds an empty string; leave it out", param="stop")
-        if len(stop) > MAX_STOP_LENGTH:
-            raise InvalidRequest(
-                f"stop holds a string of {len(stop)} characters; at most {MAX_STOP_LENGTH} are allowed",
-                param="stop",
-            )

@@ -233,7 +233,7 @@ class RequestRecord:
 
 
 class RoundObserver(Protocol):
-    """Receives what happened; called on the event loop, must not block. F's metrics implement it."""
+    """Receives what happened; called on the event loop, must not block. See gateway.metrics."""
 
     def on_round(self, record: RoundRecord) -> None: ...
 

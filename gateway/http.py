@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gateway.answers import error_json
 from gateway.metrics import GatewayMetrics
 from specbridge.errors import ConfigError
-from specbridge.server import request_id as request_id_context
+from specbridge.logs import request_id as request_id_context
 
 log = logging.getLogger(__name__)
 

@@ -32,8 +32,8 @@ class SchedulerLimits:
     draft_reopen_min_tokens  not re-opened at the draft with fewer tokens left than this
     """
 
-    tree_budget: int = 16
-    max_verify_rows: int = 64
+    tree_budget: int = 5
+    max_verify_rows: int = 12
     min_tree: int = 4
     max_queue: int = 256
     max_running: int = 64

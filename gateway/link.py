@@ -180,10 +180,6 @@ class Link(Generic[InfoT, RequestT, ReplyT, ResultT, OpenT, TimingsT, ItemT]):
                 handle.cancel()
         return not exchange.missing and not exchange.failure
 
-    def oldest_pending(self) -> float | None:
-        """When the oldest unanswered batch was sent (loop time)."""
-        return min((e.sent_at for e in self._exchanges.values()), default=None)
-
     def pending(self, exchange: Exchange[ResultT, TimingsT]) -> bool:
         """Whether the service still owes results of this batch."""
         return exchange.batch_id in self._exchanges

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from gateway.completion import CompletionParams
+from gateway.params import CompletionParams
 from specbridge.errors import InvalidRequest, Unsupported
 
 # Known fields whose feature is not built → the values that ask for nothing and are accepted (null always is).

@@ -16,14 +16,11 @@ from gateway.drafting import Drafting
 from gateway.generation import RoundObserver
 from gateway.limits import SchedulerLimits
 from gateway.link import TargetLink
-from gateway.session import DraftStanding, Session
+from gateway.session import MAX_FAILURES, DraftStanding, Session
 from specbridge.errors import CapacityError, InternalError, InvalidRequest, SpecBridgeError, Unavailable
 from specbridge.rounds import DraftResult, DraftResultKind, TargetResult, TargetResultKind
 
 log = logging.getLogger(__name__)
-
-MAX_FAILURES = 3
-"""Internal errors of the target for one session, without a token between, after which it fails."""
 
 
 class Opener:

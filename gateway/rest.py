@@ -111,7 +111,9 @@ def _add_status_routes(app: FastAPI, service: CompletionService, metrics: Gatewa
     async def health() -> Response:
         """200 while requests are taken and the target is connected, else 503 with the reason."""
         ok = service.healthy
-        reason = service.phase.value if service.phase is not Phase.SERVING else "target disconnected"
+        reason = service.misfit or "target disconnected"
+        if service.phase is not Phase.SERVING:
+            reason = service.phase.value
         body = {"status": "ok" if ok else reason}
         return JSONResponse(body, status_code=200 if ok else 503, headers={} if ok else {"Retry-After": "1"})
 

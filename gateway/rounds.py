@@ -19,7 +19,7 @@ from gateway.drafting import Drafting, DraftPhase, Entry, entry_for
 from gateway.generation import RoundObserver, RoundRecord
 from gateway.limits import SchedulerLimits
 from gateway.link import TargetLink
-from gateway.session import Phase, Session
+from gateway.session import MAX_FAILURES, Phase, Session
 from specbridge.errors import (
     CapacityError,
     InternalError,
@@ -224,7 +224,7 @@ class RoundRunner:
             self._host.lose(session, "error")
         else:
             session.failures += 1
-            if session.failures > 2:
+            if session.failures >= MAX_FAILURES:
                 self._host.fail(
                     session, error or InternalError("the target reported an error without saying which")
                 )

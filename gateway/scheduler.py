@@ -1,8 +1,7 @@
 """Scheduler: takes requests in and sees them to their end.
 
 Owns the queue, the running set (in cohorts), what the services say about sessions, and every session's one
-release. Opening is
-opening.py's, rounds are rounds.py's, one session's state is session.py's. Everything runs
+release. Opening is opening.py's, rounds are rounds.py's, one session's state is session.py's. Everything runs
 on one event loop: no locks.
 """
 
@@ -31,6 +30,7 @@ from specbridge.errors import (
     SpecBridgeError,
     Unavailable,
 )
+from specbridge.logs import request_id
 from specbridge.rounds import (
     DraftInfo,
     DraftResult,
@@ -59,7 +59,10 @@ class Scheduler:
         self.instance = secrets.token_bytes(16)
         self._observer: RoundObserver = observer or NullObserver()
         self._target = TargetLink(
-            target, on_result=self._on_target_result, on_up=self._on_target_up, on_down=self._on_target_down
+            target,
+            on_result=self._on_target_result,
+            on_up=lambda info, same: self._on_target_up(info),
+            on_down=self._on_target_down,
         )
         self._draft = (
             DraftLink(
@@ -159,11 +162,6 @@ class Scheduler:
         return self._draft is not None and self._draft.up
 
     @property
-    def speculation_off(self) -> str:
-        """Why no request speculates although a draft is configured; "" if they do."""
-        return self._drafting.mismatch
-
-    @property
     def queue_length(self) -> int:
         return len(self._queue)
 
@@ -198,6 +196,7 @@ class Scheduler:
             observer=self._observer,
             now=time.monotonic,
         )
+        session.context.run(request_id.set, request.request_id)
         self._next_number += 1
         self._sessions[session.key.number] = session
         if request.deadline_s is not None:
@@ -237,7 +236,10 @@ class Scheduler:
 
     def _open(self, session: Session) -> None:
         session.phase = Phase.OPENING
-        session.task = asyncio.create_task(self._opener.run(session), name=f"open-{session.key.number}")
+        # Whoever's end or loss let it open: its log lines carry its own request's id.
+        session.task = asyncio.create_task(
+            self._opener.run(session), name=f"open-{session.key.number}", context=session.context
+        )
 
     # ---- ends -------------------------------------------------------------------------------
 
@@ -284,7 +286,7 @@ class Scheduler:
 
     # ---- what the services say --------------------------------------------------------------
 
-    def _on_target_up(self, info: TargetInfo, same: bool) -> None:
+    def _on_target_up(self, info: TargetInfo) -> None:
         self._observer.on_connection("target", True, "")
         for session in list(self._sessions.values()):
             # The prompt's ids and the text so far belong to one model; another one can't continue them.
@@ -385,7 +387,7 @@ class Scheduler:
             cohort.running.pop(session.key.number, None)
         session.reopens += 1
         self._observer.on_reopen("target", cause)
-        log.info("session %s: %s at the target, opening it again", session.key, cause)
+        session.context.run(log.info, "session %s: %s at the target, opening it again", session.key, cause)
         if session.outage_since is None:
             session.outage_since = time.monotonic()
         self._open(session)

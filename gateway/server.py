@@ -11,29 +11,31 @@ import asyncio
 import contextlib
 import gc
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
+import uvloop
 
 from gateway.clients import GrpcDraftClient, GrpcTargetClient
-from gateway.completion import CompletionParams, CompletionService, Phase, Summary
+from gateway.completion import CompletionService, Phase, Summary
 from gateway.config import GatewaySettings
 from gateway.http import LAST_WRITES_S, HttpServer
 from gateway.metrics import GatewayMetrics
+from gateway.params import CompletionParams
 from gateway.rest import create_app
 from gateway.scheduler import Scheduler
 from gateway.text import Tokenizer
 from protos import common_pb2, gateway_pb2, gateway_pb2_grpc
 from specbridge import errors
 from specbridge.errors import InvalidRequest
+from specbridge.logs import configure_logging, request_id
 from specbridge.metrics import new_registry, serve_metrics
 from specbridge.models import resolve_target
-from specbridge.server import Server, request_id, stop_event, typed_errors
+from specbridge.server import Server, stop_event, typed_errors
 
 log = logging.getLogger(__name__)
 
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 GENERATION = gateway_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 
 
@@ -51,6 +53,7 @@ class GenerationServicer(gateway_pb2_grpc.GenerationServicer):
             service.check_serving()
             remaining = context.time_remaining()
             params = _params_from_pb(request, deadline_s=remaining)
+            request_id.set(params.request_id)
             name = request.WhichOneof("input")
             prompt = await self._prompt(request, name)
             completion = service.start(prompt, params, prompt_name=name or "input")
@@ -311,21 +314,10 @@ async def _drained(scheduler: Scheduler, seconds: float) -> None:
 
 def run(settings: GatewaySettings) -> int:
     """The gateway process, from logging to exit code. Raises ConfigError for settings that can't work."""
-    logging.basicConfig(level=settings.log_level.upper(), format=LOG_FORMAT)
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(_main(settings))
+    configure_logging(settings.log_level, "gateway")
+    uvloop.run(_main(settings))
     return 0
 
 
 async def _main(settings: GatewaySettings) -> None:
     await serve(settings, stop=stop_event())
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop where it is built for the platform; asyncio's own loop elsewhere (Windows)."""
-    try:
-        import uvloop
-    except ImportError:
-        log.info("uvloop is not installed: using asyncio's event loop")
-        return None
-    return uvloop.new_event_loop

@@ -7,6 +7,7 @@ things happen: opening, rounds and releases are the scheduler's.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import dataclasses
 import enum
 from collections.abc import Callable
@@ -38,6 +39,10 @@ class Phase(enum.Enum):
     OPENING = "opening"  # also re-opening
     RUNNING = "running"
     DONE = "done"
+
+
+MAX_FAILURES = 3
+"""Internal errors of the target for one session, without a token between, after which it fails."""
 
 
 class DraftStanding(enum.Enum):
@@ -73,6 +78,8 @@ class Session:
         self.ledger = Ledger()
         self.num_spec_tokens = 0
 
+        self.context = contextvars.copy_context()
+        """What is done for this session runs in it: log lines then carry the request's id."""
         self.task: asyncio.Task[None] | None = None
         self.deadline: asyncio.TimerHandle | None = None
         self.target_reply: asyncio.Future[TargetResult | SpecBridgeError] | None = None

@@ -146,13 +146,28 @@ class Tokenizer:
         )
 
     @property
-    def has_chat_template(self) -> bool:
-        return self._template is not None
-
-    @property
     def vocab_size(self) -> int:
         """Ids the tokenizer knows; the model's vocabulary may be padded beyond."""
         return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    def misfit(self, vocab_size: int, eos_token_ids: Iterable[int]) -> str:
+        """Why a model with this vocabulary and these end-of-text ids is another one; "" if it fits.
+
+        A model that names no end of text is not compared with: a tokenizer may know of one all the same.
+        """
+        theirs = frozenset(eos_token_ids)
+        fix = "start gateway and target with the same --target"
+        if self.vocab_size > vocab_size:
+            return (
+                f"the tokenizer knows {self.vocab_size} ids, the target's model only {vocab_size}: they "
+                f"don't belong together; {fix}"
+            )
+        if theirs and theirs != frozenset(self.eos_token_ids):
+            return (
+                f"the tokenizer's end-of-text ids are {sorted(self.eos_token_ids)}, the target's "
+                f"{sorted(theirs)}: they don't belong together; {fix}"
+            )
+        return ""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of a raw prompt; special tokens (a leading BOS) as the tokenizer's post-processor says."""

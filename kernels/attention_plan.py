@@ -77,12 +77,14 @@ def plan_attention(
     dtype: torch.dtype,
     device: torch.device | str,
     window_start: torch.Tensor | None = None,
+    one_part: bool = False,
 ) -> AttentionPlan:
     """Plan one pass of S sessions with R rows each; reuse it for every layer with the same window.
 
     page_table int64 [S, P], lengths int64 [S]; mask bool [S, R, R] (True = row i sees row j; every row must
     see itself) or None for a plain causal chain; window_start int64 [S, R] or None: context positions below
-    it are hidden from that row. dtype, device: those of the queries.
+    it are hidden from that row. dtype, device: those of the queries. one_part: gather each session's pages
+    into one product, so that not even rounding depends on which pages they are.
     """
     device = torch.device(device)
     sessions = page_table.shape[0]
@@ -100,7 +102,9 @@ def plan_attention(
     sizes: list[int] = lengths.tolist()
     starts = [0] * sessions if window_start is None else window_start.amin(1).clamp_(min=0).tolist()
     table = page_table.cpu()
-    parts = [_context_parts(table[s], starts[s], sizes[s], page_size) for s in range(sessions)]
+    parts = [
+        _context_parts(table[s], starts[s], sizes[s], page_size, one_part=one_part) for s in range(sessions)
+    ]
     tiles = []
     for members in _tile_members(
         [max(n - a, 0) for n, a in zip(sizes, starts, strict=True)], rows, alone=not small
@@ -117,12 +121,17 @@ def plan_attention(
     return AttentionPlan("small" if small else "flash", sessions, rows, causal and rows > 1, tuple(tiles))
 
 
-def _context_parts(pages: torch.Tensor, start: int, length: int, page_size: int) -> tuple[Part, ...]:
+def _context_parts(
+    pages: torch.Tensor, start: int, length: int, page_size: int, *, one_part: bool
+) -> tuple[Part, ...]:
     """How to read context positions [start, length): runs of neighbouring pages in place, the rest
-    gathered."""
+    gathered; with `one_part`, all of them gathered."""
     if length <= start:
         return ()
     first = start // page_size
+    if one_part:
+        chosen = pages[first : -(-length // page_size)].contiguous()
+        return (Part(0, start - first * page_size, length - start, chosen),)
     ids: list[int] = pages[first : -(-length // page_size)].tolist()
     runs: list[list[int]] = []  # [index of the first page, pages]
     for i, page in enumerate(ids):

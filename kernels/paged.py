@@ -25,10 +25,3 @@ def gather_context(pages: torch.Tensor, page_table: torch.Tensor) -> torch.Tenso
     a copy."""
     rows = pages.index_select(0, page_table.reshape(-1))
     return rows.view(*page_table.shape[:-1], page_table.shape[-1] * pages.shape[1], *pages.shape[2:])
-
-
-def slots_of(pages: torch.Tensor, first: int, count: int, page_size: int) -> torch.Tensor:
-    """Slots of positions [first, first + count) of a session whose pages are `pages` (int64 [P]); int64
-    [count]."""
-    positions = torch.arange(first, first + count, dtype=torch.int64, device=pages.device)
-    return pages[positions // page_size] * page_size + positions % page_size

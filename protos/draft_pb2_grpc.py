@@ -51,7 +51,8 @@ class DraftServicer:
     """Missing associated documentation comment in .proto file."""
 
     def GetInfo(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Who this draft is, which target it reads and what it can do.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

@@ -10,14 +10,12 @@ import argparse
 import contextlib
 import importlib
 import importlib.metadata
-import logging
 import sys
 from collections.abc import Callable, Sequence
 
 from specbridge.errors import ConfigError, SpecBridgeError
+from specbridge.logs import configure_logging
 from specbridge.settings import default_environment, load
-
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,7 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         commands.add_parser(name, help=(run.__doc__ or "").splitlines()[0])
     parser.add_argument("--version", action="version", version=f"specbridge {_version()}")
     parser.epilog = (
-        "`specbridge COMMAND --help` shows a command's options; each is also a SPECBRIDGE_* variable."
+        "`specbridge COMMAND --help` shows a command's options. Those of serve, target, draft and gateway "
+        "are also environment variables: --tree-budget is SPECBRIDGE_TREE_BUDGET; the option wins."
     )
     parser.parse_args(words or ["--help"])
     return 0
@@ -122,7 +121,7 @@ def _serve(argv: Sequence[str]) -> int:
     )
     add_flags(parser, kind)
     options = load(kind, **vars(parser.parse_args(argv)))
-    _log_to_stderr(str(getattr(options, "log_level", None) or "info"))
+    configure_logging(str(getattr(options, "log_level", None) or "info"), "serve")
     # On a terminal the line that counts the seconds of waiting is wiped first.
     start = "\r\x1b[K" if sys.stderr.isatty() else ""
     asyncio.run(
@@ -135,7 +134,7 @@ def _chat(argv: Sequence[str]) -> int:
     """ask a running gateway (or --local: a stack of its own), and see acceptance and speed"""
     from specbridge.chat import main as chat
 
-    _log_to_stderr("warning")
+    configure_logging("warning", "chat")
     return chat(argv)
 
 
@@ -161,7 +160,7 @@ def _model(argv: Sequence[str]) -> int:
     path.add_argument("name", nargs="?", default=models.DEFAULT_TARGET, help=f"{what} (default: %(default)s)")
     actions.add_parser("list", help="the built-in models and where they are")
     args = parser.parse_args(argv)
-    _log_to_stderr("warning")
+    configure_logging("warning", "model")
     if args.action == "list":
         for model in models.cached():
             print(f"{model.name}\t{'ready' if model.ready else 'not converted'}\t{model.folder}")
@@ -199,10 +198,6 @@ def _version() -> str:
         return importlib.metadata.version("specbridge")
     except importlib.metadata.PackageNotFoundError:
         return "(not installed)"
-
-
-def _log_to_stderr(level: str) -> None:
-    logging.basicConfig(level=level.upper(), format=LOG_FORMAT, stream=sys.stderr)
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {

@@ -6,6 +6,7 @@ Owns the conversion between protobuf and the dataclasses below. Does not own pri
 from __future__ import annotations
 
 import asyncio
+import enum
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -121,21 +122,44 @@ class GenerationClient:
             call.cancel()  # no-op at the stream's end; frees the sessions if the caller stops early
 
 
+class Health(enum.Enum):
+    """What a process says of itself when asked."""
+
+    SERVING = "serving"
+    NOT_SERVING = "not serving"
+    SILENT = "silent"  # no answer: not started, gone, or hung
+
+
+class HealthClient:
+    """Asks one process again and again: `async with HealthClient(address) as health`."""
+
+    def __init__(self, address: str) -> None:
+        # A service that starts is to be noticed soon: no growing pauses between attempts to connect.
+        options = {**dict(channel_options()), "grpc.max_reconnect_backoff_ms": 100}
+        self._channel = grpc.aio.insecure_channel(address, options=list(options.items()))
+        self._stub: Any = health_pb2_grpc.HealthStub(self._channel)
+
+    async def __aenter__(self) -> HealthClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._channel.close()
+
+    async def check(self, timeout_s: float = CHECK_TIMEOUT_S) -> Health:
+        try:
+            reply = await self._stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+        except grpc.aio.AioRpcError:
+            return Health.SILENT
+        serving = reply.status == health_pb2.HealthCheckResponse.SERVING
+        return Health.SERVING if serving else Health.NOT_SERVING
+
+
 async def is_serving(address: str, *, timeout_s: float = CHECK_TIMEOUT_S) -> bool:
     """Whether the process at `address` answers its health check with SERVING."""
-    async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
-        stub: Any = health_pb2_grpc.HealthStub(channel)
-        try:
-            reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
-        except grpc.aio.AioRpcError:
-            return False
-    return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
-
-
-async def wait_serving(address: str, *, interval_s: float = 0.1) -> None:
-    """Return once the process at `address` is SERVING; the caller sets the time limit."""
-    while not await is_serving(address):
-        await asyncio.sleep(interval_s)
+    async with HealthClient(address) as health:
+        return await health.check(timeout_s) is Health.SERVING
 
 
 async def wait_attached(address: str, *, limit_s: float, interval_s: float = 0.1) -> bool:

@@ -15,12 +15,16 @@ Two levels: `PagePool` (match, allocate, publish, release) and `PagedSequence`, 
 it, which keeps tokens, length and page table in step:
 
     pool = PagePool(1024, 16, fingerprint=b"...")
-    sequence = pool.open(tokens, limit=len(tokens) - 1)   # pins cached pages; sequence.length tokens are
-    there already sequence.reserve(count)                               # pages for count more tokens, or
-    CapacityError slots = sequence.slots(sequence.length, count)        # where their rows go: page *
-    page_size + offset sequence.extend(new_tokens)                           # they are written and committed:
-    full pages become findable sequence.close()                                      # full pages stay cached
-    until evicted
+    sequence = pool.open(tokens, limit=len(tokens) - 1)
+        # pins cached pages: sequence.length tokens are there already
+    sequence.reserve(count)
+        # pages for count more tokens, or CapacityError
+    slots = sequence.slots(sequence.length, count)
+        # where their rows go: page * page_size + offset
+    sequence.extend(new_tokens)
+        # they are written and committed: full pages become findable
+    sequence.close()
+        # full pages stay cached until evicted
 """
 
 from __future__ import annotations
@@ -29,7 +33,6 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from specbridge.errors import CapacityError
 
@@ -40,24 +43,24 @@ pages.
 """
 
 
-@dataclass(slots=True)
-class PagingStats:
-    """Running totals since the pool was made; tokens, except evictions (pages)."""
-
-    queried_tokens: int = 0
-    hit_tokens: int = 0
-    evictions: int = 0
-
-
 class PagePool:
-    """`num_pages` pages of `page_size` tokens. Page ids are 0..num_pages-1."""
+    """`num_pages` pages of `page_size` tokens. Page ids are 0..num_pages-1.
 
-    def __init__(self, num_pages: int, page_size: int, *, fingerprint: bytes = b"") -> None:
+    reuse: False keeps the index empty: no page is ever shared or kept.
+    """
+
+    def __init__(
+        self, num_pages: int, page_size: int, *, fingerprint: bytes = b"", reuse: bool = True
+    ) -> None:
         if num_pages < 1 or page_size < 1:
             raise ValueError(f"a pool needs pages: num_pages={num_pages}, page_size={page_size}")
         self.num_pages = num_pages
         self.page_size = page_size
-        self.stats = PagingStats()
+        self.reuse = reuse
+        self.evictions = 0
+        """Cached pages given to somebody else, since the pool was made."""
+        self.index_version = 0
+        """Changes whenever a `match` might find something else than before."""
         self._key = hashlib.blake2b(fingerprint, digest_size=32).digest()
         self._refs = [0] * num_pages
         self._free = dict.fromkeys(range(num_pages))
@@ -68,11 +71,6 @@ class PagePool:
         self._cached: OrderedDict[int, None] = OrderedDict()
 
     # ---- counts ------------------------------------------------------------------------------
-
-    @property
-    def free_pages(self) -> int:
-        """Pages that hold nothing."""
-        return len(self._free)
 
     @property
     def cached_pages(self) -> int:
@@ -103,10 +101,6 @@ class PagePool:
         """Digest of the page that holds `tokens` (one page's worth) and follows the page of `digest`."""
         return hashlib.blake2b(digest + array("q", tokens).tobytes(), digest_size=DIGEST_BYTES).digest()
 
-    def peek(self, tokens: Sequence[int], *, salt: bytes = b"", limit: int | None = None) -> int:
-        """Tokens that `match` would find; takes no references and counts nothing."""
-        return len(self._lookup(tokens, salt, limit)) * self.page_size
-
     def match(self, tokens: Sequence[int], *, salt: bytes = b"", limit: int | None = None) -> tuple[int, ...]:
         """Pin the longest run of cached pages that holds tokens[:limit] and return them in order.
 
@@ -116,20 +110,26 @@ class PagePool:
         for page in pages:
             self._cached.pop(page, None)
             self._refs[page] += 1
-        self.stats.queried_tokens += len(tokens)
-        self.stats.hit_tokens += len(pages) * self.page_size
         return tuple(pages)
 
     def publish(self, page: int, digest: bytes) -> bool:
-        """Make a full page findable. False if another page with the same tokens is already indexed:
-        then this one serves its owner only and is freed on release."""
+        """Make a full page findable. False if another page with the same tokens is already indexed, or the
+        pool keeps nothing: then this one serves its owner only and is freed on release."""
         assert self._refs[page] > 0, "only a held page can be published"
         assert page not in self._digest_of, "a page is published once"
-        if digest in self._index:
+        if not self.reuse or digest in self._index:
             return False
+        self.index_version += 1
         self._index[digest] = page
         self._digest_of[page] = digest
         return True
+
+    def forget(self, pages: Sequence[int]) -> None:
+        """Make held pages unfindable for newcomers; whoever holds them keeps them."""
+        for page in pages:
+            assert self._refs[page] > 0, "only a held page can be forgotten"
+            if page in self._digest_of:
+                self._forget(page)
 
     # ---- allocation --------------------------------------------------------------------------
 
@@ -149,7 +149,7 @@ class PagePool:
             page, _ = self._cached.popitem(last=False)
             self._forget(page)
             self._free[page] = None
-            self.stats.evictions += 1
+            self.evictions += 1
         pages: list[int] = []
         for _ in range(count):
             after = self._take(after)
@@ -178,6 +178,7 @@ class PagePool:
         self._free.update(self._cached)
         self._cached.clear()
         self._index.clear()
+        self.index_version += 1
         self._digest_of.clear()
 
     def open(self, tokens: Sequence[int], *, salt: bytes = b"", limit: int | None = None) -> PagedSequence:
@@ -197,6 +198,8 @@ class PagePool:
         assert cached <= set(self._digest_of), "a cached page can't be found"
 
     def _lookup(self, tokens: Sequence[int], salt: bytes, limit: int | None) -> list[int]:
+        if not self.reuse:
+            return []
         usable = len(tokens) if limit is None else max(0, min(limit, len(tokens)))
         digest = self.root(salt)
         pages: list[int] = []
@@ -223,13 +226,14 @@ class PagePool:
 
     def _forget(self, page: int) -> None:
         del self._index[self._digest_of.pop(page)]
+        self.index_version += 1
 
 
 class PagedSequence:
     """One session's committed tokens and the pages they lie in.
 
     pages: page ids in order; may run ahead of `length` by what `reserve` took.
-    tokens: ids at positions [0, length).
+    tokens: ids at positions [0, length). found: how many of them were in the index when it was opened.
     """
 
     def __init__(self, pool: PagePool, pages: Sequence[int], tokens: Sequence[int], salt: bytes) -> None:
@@ -240,6 +244,7 @@ class PagedSequence:
         self._digest = pool.root(salt)
         for start in range(0, len(self.tokens), pool.page_size):
             self._digest = pool.chain(self._digest, self.tokens[start : start + pool.page_size])
+        self.found = len(self.tokens)
         self._published = len(self.pages)
         self._open = True
 
@@ -254,6 +259,7 @@ class PagedSequence:
 
     def reserve(self, count: int) -> None:
         """Hold pages for `count` tokens after `length`. Raises CapacityError, changing nothing."""
+        assert self._open, "a closed sequence takes no pages"
         missing = self.missing_pages(count)
         if missing:
             self.pages.extend(self.pool.allocate(missing, after=self.pages[-1] if self.pages else None))
@@ -270,18 +276,28 @@ class PagedSequence:
 
         Raises CapacityError (nothing committed) if they were not reserved and can't be now.
         """
+        assert self._open, "a closed sequence takes no tokens"
         self.reserve(len(tokens))
         self.tokens.extend(tokens)
         size = self.pool.page_size
-        while (self._published + 1) * size <= len(self.tokens):
+        while self.pool.reuse and (self._published + 1) * size <= len(self.tokens):
             start = self._published * size
             self._digest = self.pool.chain(self._digest, self.tokens[start : start + size])
             self.pool.publish(self.pages[self._published], self._digest)
             self._published += 1
 
-    def close(self) -> None:
-        """Give the pages back; idempotent. The sequence is empty afterwards."""
+    @property
+    def closed(self) -> bool:
+        return not self._open
+
+    def close(self, *, keep: bool = True) -> None:
+        """Give the pages back; idempotent. The sequence is empty afterwards.
+
+        keep: False takes its pages out of the index, because what lies in them is wrong.
+        """
         if self._open:
             self._open = False
+            if not keep:
+                self.pool.forget(self.pages)
             self.pool.release(self.pages)
             self.pages, self.tokens = [], []

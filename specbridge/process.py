@@ -6,19 +6,26 @@ Does not own: starting or restarting processes (specbridge.stack).
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 from specbridge.settings import Settings, load
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 ORPHAN_GRACE_S = 10.0
+# Loop turns, some tenths of a millisecond: longer than the gaps inside a forward, shorter than between two.
+SPIN_COUNT = "20000"
 # cgroup v2: "max 100000" or "<quota> <period>" in microseconds.
 _CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 
@@ -45,14 +52,17 @@ def available_cpus() -> int:
 def thread_environment(threads: int = 0, processes: int = 1) -> dict[str, str]:
     """Variables that torch's OpenMP runtime reads when loaded. threads 0: the CPUs, shared by `processes`.
 
-    Passive waiting: a worker thread that has run out of work sleeps at once. By default it spins for a while,
-    which costs the other services of a small machine the core it spins on (benchmarks/threads.py).
+    Waiting is passive after a short spin. A forward is hundreds of small parallel loops: workers that sleep
+    between two of them double its time, workers that spin on after the last one take the core from the
+    service
+    whose turn it is (benchmarks/threads.py).
     """
     count = str(threads or max(1, available_cpus() // processes))
     return {
         "OMP_NUM_THREADS": count,
         "MKL_NUM_THREADS": count,
-        "OMP_WAIT_POLICY": "passive",  # libgomp (torch's wheels) and every other runtime
+        "OMP_WAIT_POLICY": "passive",  # every runtime
+        "GOMP_SPINCOUNT": SPIN_COUNT,  # libgomp (torch's wheels): spin this long first
         "KMP_BLOCKTIME": "0",  # Intel's and LLVM's runtimes, with a torch built against them
     }
 
@@ -78,3 +88,33 @@ def _watch_parent() -> None:
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpgrp(), signal.SIGKILL)
     os._exit(1)
+
+
+async def run_in_own_thread(work: Callable[..., T], *args: Any) -> T:
+    """`await` work(*args) on a thread that ends with it; raises what it raises.
+
+    Not asyncio.to_thread, for anything that computes: OpenMP keeps a team of workers for every thread that
+    ever
+    ran a parallel loop, until that thread ends. With the teams of two threads alive libgomp counts more
+    workers
+    than CPUs and turns off all spinning between loops, and each of a forward's hundreds of small loops then
+    pays for a sleep and a wake-up.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(set_outcome: Callable[[Any], None], outcome: Any) -> None:
+        if not future.done():  # the waiter may have been cancelled
+            set_outcome(outcome)
+
+    def run() -> None:
+        try:
+            result = work(*args)
+        except BaseException as error:
+            loop.call_soon_threadsafe(settle, future.set_exception, error)
+        else:
+            loop.call_soon_threadsafe(settle, future.set_result, result)
+
+    thread = threading.Thread(target=run, name=getattr(work, "__name__", "work"), daemon=True)
+    thread.start()
+    return await future

@@ -69,6 +69,10 @@ class SamplingParams:
             raise Unsupported("logit_bias is not supported yet; leave it out", param="logit_bias")
 
 
+MAX_STOP_TOKEN_IDS = 256
+"""Most `stop_token_ids` of one request; the target refuses more."""
+
+
 @dataclass(frozen=True, slots=True)
 class StopParams:
     """When the target ends the text by itself. `max_tokens` counts from prompt_length."""

@@ -25,6 +25,7 @@ from pydantic_settings import SettingsConfigDict
 from specbridge import models, stack
 from specbridge.errors import ConfigError
 from specbridge.flags import arguments, flag, is_switch, metavar
+from specbridge.server import first_of, until_signal
 from specbridge.settings import ENV_PREFIX, Settings, load
 
 log = logging.getLogger(__name__)
@@ -60,6 +61,8 @@ class StackSettings(Settings):
     """Folder for sockets and stack.json (addresses, process ids); empty: a private temporary one."""
     start_timeout: float = Field(default=600.0, gt=0)
     """Seconds that the services get to load, measure and become ready."""
+    hang_timeout: float = Field(default=60.0, ge=0)
+    """Seconds without an answer to health checks after which a service is killed and restarted; 0: never."""
     max_restarts: int = Field(default=5, ge=0)
     """Restarts in a row, without a calm half minute between, after which the stack gives up."""
 
@@ -149,7 +152,11 @@ def plan(options: StackSettings, folder: Path) -> Plan:
             if port > 0:
                 endpoints[f"{name} metrics"] = f"http://{_shown(str(own[name].metrics_host))}:{port}/metrics"  # type: ignore[attr-defined]
         services.append(_service(name, values, address[name], own[name]))
-    limits = stack.Limits(start_timeout=options.start_timeout, max_restarts=options.max_restarts)
+    limits = stack.Limits(
+        start_timeout=options.start_timeout,
+        hang_timeout=options.hang_timeout,
+        max_restarts=options.max_restarts,
+    )
     return Plan(tuple(services), limits, endpoints, options)
 
 
@@ -225,8 +232,14 @@ def _service(name: str, values: dict[str, Any], address: str, own: Settings) -> 
     wanted = int(getattr(own, "threads", 1))  # the gateway computes nothing: one thread
     ranks = int(getattr(own, "tp", 1))
     environment = stack.service_environment(wanted, ranks, _option_variables(), **env)
-    follows = "target" if name == "draft" else ""
-    return stack.Service(name, stack.service_command(name, flags), address, environment, follows)
+    return stack.Service(
+        name,
+        stack.service_command(name, flags),
+        address,
+        environment,
+        follows="target" if name == "draft" else "",
+        mirrors_others=name == "gateway",
+    )
 
 
 def _from_hub(name: str) -> bool:
@@ -283,10 +296,10 @@ async def serve(
             await running.start(_waiting if progress else None)
             if announce:
                 announce(made)
-            await stack.first_of(running.wait(), *([work(made)] if work else []))
+            await first_of(running.wait(), *([work(made)] if work else []))
 
         try:
-            await stack.until_signal(body())
+            await until_signal(body())
         finally:
             await running.stop()
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import logging
 import secrets
 import signal
@@ -21,11 +20,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from specbridge import errors
+from specbridge.logs import request_id
 
 log = logging.getLogger(__name__)
-
-request_id: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="-")
-"""Id of the request being served, for log lines."""
 
 REQUEST_ID_KEY = "x-request-id"
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
@@ -38,7 +35,7 @@ _LIMITS: list[tuple[str, Any]] = [
 
 
 def server_options(keepalive_s: float = KEEPALIVE_S) -> list[tuple[str, Any]]:
-    """Channel arguments of a server that tolerates clients pinging every `keepalive_s` seconds, idle or not."""
+    """Channel arguments of a server whose clients ping every `keepalive_s` seconds, idle or not."""
     ms = int(keepalive_s * 1000)
     return [
         *_LIMITS,
@@ -84,7 +81,7 @@ class RequestIds(grpc.aio.ServerInterceptor):
 
 
 async def abort(context: grpc.aio.ServicerContext, error: BaseException) -> None:
-    """End a call with the status the error maps to; the message goes to the caller, a traceback to the log."""
+    """End a call with the status the error maps to. The caller gets the message, the log a traceback."""
     mapping = errors.mapping(error)
     if not isinstance(error, errors.SpecBridgeError):
         log.exception("unexpected error in a call", exc_info=error)
@@ -145,7 +142,8 @@ class Server:
         )
 
     async def start(self) -> None:
-        """Bind and answer health checks (NOT_SERVING). Raises ConfigError if the address is taken or wrong."""
+        """Bind and answer health checks (NOT_SERVING). Raises ConfigError if the address is taken or
+        wrong."""
         await self._set(health_pb2.HealthCheckResponse.NOT_SERVING)
         try:
             if self._credentials is None:
@@ -183,3 +181,26 @@ def stop_event() -> asyncio.Event:
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, event.set)
     return event
+
+
+async def until_signal(work: Awaitable[None]) -> None:
+    """Run `work` until it ends or SIGINT/SIGTERM comes; raises what it raises."""
+    stop = stop_event()
+
+    async def stopped() -> None:
+        await stop.wait()
+
+    await first_of(work, stopped())
+
+
+async def first_of(*works: Awaitable[None]) -> None:
+    """Run all until the first ends, cancel the others; raises what that one raised."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

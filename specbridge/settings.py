@@ -56,12 +56,10 @@ def child_environment(**values: str) -> Mapping[str, str]:
     return {**os.environ, **values}
 
 
-def set_environment(**values: str) -> None:
-    """Set variables of this process that libraries read at import (thread counts, wait policies)."""
-    os.environ.update(values)
-
-
 def default_environment(**values: str) -> None:
-    """The same, but what the user has exported stays."""
+    """Set variables of this process that libraries read at import (thread counts, wait policies).
+
+    What the user has exported stays.
+    """
     for name, value in values.items():
         os.environ.setdefault(name, value)

@@ -1,11 +1,13 @@
 """The one-machine supervisor: starts target, draft and gateway as processes, watches and restarts them.
 
 Owns: the folder of their sockets, their start, logs, restarts and orderly end. Does not own: what flags mean
-and which service gets which (specbridge.serve), threads inside a process (specbridge.process).
+and which service gets which (specbridge.serve), threads inside a process (specbridge.process), judging a
+process's health (specbridge.watch).
 
 How the end of a process is met: before it ever served, the stack ends and shows its last log lines; later it
 is started again after a growing pause; too often in a row, without a calm period between, ends the stack.
-Exit code 2 (a setting that can't work) is never retried.
+Exit code 2 (a setting that can't work) is never retried. A process that lives but hangs (its health check
+stays unanswered, or says NOT_SERVING, for too long) is killed, and so started again.
 """
 
 from __future__ import annotations
@@ -22,15 +24,15 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from specbridge import process
-from specbridge.clients import wait_attached, wait_serving
+from specbridge.clients import wait_attached
 from specbridge.errors import ConfigError, Unavailable
-from specbridge.server import stop_event
 from specbridge.settings import child_environment
+from specbridge.watch import until_hung, until_serving
 
 log = logging.getLogger(__name__)
 
@@ -44,9 +46,16 @@ MAX_SOCKET_FOLDER = 80
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The supervisor's patience, in seconds and counts."""
+    """The supervisor's patience, in seconds and counts.
+
+    start_timeout    until a started service serves
+    hang_timeout     without a sign of life until it is killed; 0: never. Longer than any service's drain,
+                     during which it is NOT_SERVING. A long prefill is no silence: health has its own thread.
+    calm             without an end of the process, after which its restarts are counted anew
+    """
 
     start_timeout: float = 600.0
+    hang_timeout: float = 60.0
     max_restarts: int = 5
     calm: float = 30.0
     backoff_first: float = 0.5
@@ -60,7 +69,8 @@ class Service:
     """One process to run.
 
     address: where its health is asked. env: its whole environment. follows: the service whose hidden states
-    it receives; it counts as ready when they can flow.
+    it receives; it counts as ready when they can flow. mirrors_others: it is NOT_SERVING while another
+    service is away, which is then no sign of a hang.
     """
 
     name: str
@@ -68,6 +78,7 @@ class Service:
     address: str
     env: Mapping[str, str]
     follows: str = ""
+    mirrors_others: bool = False
 
 
 class ServiceFailed(Unavailable):
@@ -93,6 +104,8 @@ class Child:
         self._on_start = on_start
         self._process: asyncio.subprocess.Process | None = None
         self._stopping = False
+        self._hung = ""
+        self._helpers: set[asyncio.Task[None]] = set()
 
     @property
     def name(self) -> str:
@@ -110,7 +123,7 @@ class Child:
             await self._start()
             assert self._process is not None
             health = asyncio.create_task(self._watch_health(), name=f"health-{self.name}")
-            reader = asyncio.create_task(self._forward_logs(), name=f"logs-{self.name}")
+            self._helpers = {health, asyncio.create_task(self._forward_logs(), name=f"logs-{self.name}")}
             try:
                 code = await self._process.wait()
             finally:
@@ -118,13 +131,12 @@ class Child:
                 served, served_once = self.serving.is_set(), served_once or self.serving.is_set()
                 self.serving.clear()
                 self._kill_group()
-                await asyncio.wait({reader}, timeout=2.0)
-                reader.cancel()
                 self._process = None  # its number may be another process's from here on
+                await self.settle()
             if self._ending():
                 return
             in_a_row = 0 if served and time.monotonic() - began >= self._limits.calm else in_a_row + 1
-            reason = _exit_text(code)
+            reason, self._hung = self._hung or _exit_text(code), ""
             if code == CONFIG_EXIT_CODE or not served_once or in_a_row > self._limits.max_restarts:
                 raise ServiceFailed(
                     f"{self.name} {reason}{'' if served_once else ' before it served'}; its last lines:\n"
@@ -158,6 +170,14 @@ class Child:
             log.warning("%s did not end within %.0f s of SIGTERM: killing it", self.name, patience)
         self._kill_group()
 
+    async def settle(self) -> None:
+        """Once the process has ended: its last lines, and what watched it. Idempotent."""
+        # A gRPC channel that is left open would hold up the end of this process.
+        if self._helpers:
+            await asyncio.wait(self._helpers, timeout=2.0)
+        for task in self._helpers:
+            task.cancel()
+
     def kill(self) -> None:
         """End it now, without a drain."""
         self._stopping = True
@@ -184,8 +204,22 @@ class Child:
         self._on_start()
 
     async def _watch_health(self) -> None:
-        await wait_serving(self.service.address)
-        self.serving.set()
+        service, limits = self.service, self._limits
+        try:
+            self._hung = await until_serving(service.address, timeout_s=limits.start_timeout)
+            if not self._hung:
+                self.serving.set()
+                if not limits.hang_timeout:
+                    return
+                self._hung = await until_hung(
+                    service.address, timeout_s=limits.hang_timeout, mirrors_others=service.mirrors_others
+                )
+        except Exception:  # a defect of the watch must not cost a service that may be well
+            log.exception("the health of %s is not watched any more", self.name)
+            return
+        if not self._ending():
+            log.error("%s %s: killing it", self.name, self._hung)
+            self._kill_group()
 
     async def _forward_logs(self) -> None:
         assert self._process is not None and self._process.stdout is not None
@@ -273,6 +307,8 @@ class Stack:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
+            for child in self.children:
+                await child.settle()
 
     def kill(self) -> None:
         """End everything now."""
@@ -340,29 +376,6 @@ def service_environment(threads: int, processes: int, drop: Collection[str], **v
     chosen = process.thread_environment(threads, processes)
     wins = {key: value for key, value in outer.items() if key in chosen and not threads}
     return {**outer, **chosen, **wins, "SPECBRIDGE_SUPERVISED": "1", "PYTHONUNBUFFERED": "1", **values}
-
-
-async def until_signal(work: Awaitable[None]) -> None:
-    """Run `work` until it ends or SIGINT/SIGTERM comes; raises what it raises."""
-    stop = stop_event()
-
-    async def stopped() -> None:
-        await stop.wait()
-
-    await first_of(work, stopped())
-
-
-async def first_of(*works: Awaitable[None]) -> None:
-    """Run all until the first ends, cancel the others; raises what that one raised."""
-    tasks = [asyncio.ensure_future(work) for work in works]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def write_state(path: Path, stack: Stack, endpoints: Mapping[str, str]) -> None:

@@ -61,7 +61,8 @@ class DraftTree:
         n = len(self.tokens)
         if len(self.parents) != n or len(self.scores) != n:
             raise InvalidRequest(
-                f"tree lists differ in length: {n} tokens, {len(self.parents)} parents, {len(self.scores)} scores"
+                f"tree lists differ in length: {n} tokens, {len(self.parents)} parents, "
+                f"{len(self.scores)} scores"
             )
         if n > max_nodes:
             raise InvalidRequest(

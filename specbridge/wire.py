@@ -212,7 +212,8 @@ def target_result_to_pb(result: r.TargetResult) -> target_pb2.TargetResult:
 def target_result_from_pb(pb: target_pb2.TargetResult) -> r.TargetResult:
     if pb.kind not in _TARGET_KINDS or pb.finish_reason not in _FINISH_REASONS:
         unknown = errors.InternalError(
-            f"target result kind {pb.kind}, finish reason {pb.finish_reason} is unknown to this build; run one version"
+            f"target result kind {pb.kind}, finish reason {pb.finish_reason} is unknown to this build; "
+            "run one version"
         )
         return r.TargetResult(key_from_pb(pb.session), r.TargetResultKind.ERROR, base=pb.base, error=unknown)
     return r.TargetResult(

@@ -164,7 +164,6 @@ class Capture:
             return
         capture.state = CaptureState.SUSPENDED
         capture.cause = cause
-        capture.not_before = 0.0
         self._metrics.suspended.inc()
         log.debug("capture suspended at row %d: %s", capture.position, cause)
 

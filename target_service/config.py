@@ -44,7 +44,7 @@ class TargetSettings(Settings):
     kv_tokens: int = Field(default=0, ge=0)
     """Committed tokens that the KV pages hold in all; 0: 4 sessions of max_length, at most 64 Ki tokens."""
     prefix_cache: bool = True
-    """Keep released pages as reusable prefixes."""
+    """Keep released pages as reusable prefixes; off with `deterministic`."""
     max_sessions: int = Field(default=256, ge=1)
     """Most open sessions; one more is answered RESOURCE_EXHAUSTED."""
     max_tree_nodes: int = Field(default=64, ge=0, le=1024)
@@ -54,8 +54,8 @@ class TargetSettings(Settings):
     prefill_chunk: int = Field(default=0, ge=0)
     """Most prompt rows of one forward; 0: 128 on a CPU, 1024 on a GPU."""
     deterministic: bool = False
-    """One session a forward, rows padded to fixed buckets: equal runs are bit-equal whatever else runs.
-    Slower.
+    """One session a forward, rows padded to fixed buckets, no prefix cache: the same request with the same
+    draft trees gives the same bits whatever else runs, unless KV pages run short. Slower.
     """
     session_lease: float = Field(default=10.0, gt=0)
     """Seconds that sessions outlive a broken Rounds stream."""
@@ -127,6 +127,11 @@ class Limits:
     capture_wait: float = 0.5
     recapture_interval: float = 1.0
     warmup_repeats: int = 0
+
+    @property
+    def keep_prefixes(self) -> bool:
+        """Not in deterministic mode: a page rounds as the pass that made it did, a prompt's or a round's."""
+        return self.prefix_cache and not self.deterministic
 
     @property
     def max_rows(self) -> int:

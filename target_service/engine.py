@@ -122,13 +122,14 @@ class Engine:
         self._wake = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()
         self._closing = False
+        self._checked = time.monotonic()
         self._ready = threading.Event()
         self._thread: threading.Thread | None = None
         self.failure: SpecBridgeError | None = None
         config = runner.config
         self._config: ModelConfig = config
         self._cache = PageCache(
-            limits.num_pages, limits.page_size, fingerprint=runner.fingerprint, reuse=limits.prefix_cache
+            limits.num_pages, limits.page_size, fingerprint=runner.fingerprint, reuse=limits.keep_prefixes
         )
         self._capture = Capture(
             metrics, slots=limits.channel_slots, recapture_interval=limits.recapture_interval
@@ -195,7 +196,7 @@ class Engine:
         them.
         """
         received = time.perf_counter_ns()
-        self._post(lambda: self._book.submit(request, reply, received=received))
+        self._post(lambda: self._submit(request, reply, received))
 
     def drop_stream(self, reply: Reply) -> None:
         """The stream behind `reply` is gone: its sessions live on for `session_lease` seconds."""
@@ -266,26 +267,45 @@ class Engine:
             return
         self._ready.set()
         busy = True
-        checked = time.monotonic()
-        while True:
-            for work in self._next_work(wait=not busy):
+        while not self._closing:
+            try:
+                busy = self._turn(busy=busy)
+            except Exception as error:  # nobody else could go on for this thread: the process has to end
+                busy = self.failure is None  # answer at once; but never spin on what breaks each turn
+                self._defect("the engine's loop failed", error)
+                self._fail(InternalError(f"the engine's loop failed: {type(error).__name__}: {error}"))
+        try:
+            for work in self._next_work(wait=False):
                 self._guard(work)
-            if self._closing:
-                break
-            now = time.monotonic()
-            self._book.expire(now=now)
+            self._book.fail_all(self.failure or Unavailable("the target service is shutting down"))
             self._book.flush()
-            busy = self.failure is None and self._step()
-            if self.failure is not None:
-                self._book.fail_all(self.failure)
-            elif now - checked > _CHECK_S:
-                checked = now
-                self._check()
-            self._book.update_gauges()
+        except Exception as error:
+            self._defect("the last answers failed", error)
+        finally:
+            self._runner.close()
+
+    def _turn(self, *, busy: bool) -> bool:
+        """Messages, one step, answers. Returns whether there was something to run."""
+        for work in self._next_work(wait=not busy):
+            self._guard(work)
+        failure = self.failure
+        if failure is not None:
+            # Answers only: whatever else there is may be what broke.
+            self._book.fail_all(failure)
             self._book.flush()
-        self._book.fail_all(Unavailable("the target service is shutting down"))
+            return False
+        now = time.monotonic()
+        self._book.expire(now=now)
         self._book.flush()
-        self._runner.close()
+        ran = not self._closing and self._step()
+        if self.failure is not None:
+            self._book.fail_all(self.failure)
+        elif now - self._checked > _CHECK_S:
+            self._checked = now
+            self._check()
+        self._book.update_gauges()
+        self._book.flush()
+        return ran
 
     def _next_work(self, *, wait: bool) -> list[Callable[[], None]]:
         with self._wake:
@@ -297,6 +317,8 @@ class Engine:
 
     def _idle_time(self) -> float:
         """Seconds to sleep when the last step found nothing to run."""
+        if self.failure is not None:
+            return _CHECK_S
         blocked = any(s.phase is Phase.PREFILL for s in self._book) or (
             self._capture.live and any(s.capture.state is CaptureState.SUSPENDED for s in self._book)
         )
@@ -310,8 +332,20 @@ class Engine:
             work()
         except Unavailable as error:
             self._fail(error)
-        except Exception:  # one bad message must not end the engine
-            log.exception("a message to the engine failed")
+        except Exception as error:  # one bad message must not end the engine
+            self._defect("a message to the engine failed", error)
+
+    def _submit(self, request: TargetRequest, reply: Reply, received: int) -> None:
+        try:
+            self._book.submit(request, reply, received=received)
+        except Exception as error:
+            self._defect("a request could not be taken in", error)
+            wrapped = InternalError(f"the request could not be taken in: {type(error).__name__}: {error}")
+            self._book.refuse(request, reply, wrapped, received=received)
+
+    def _defect(self, what: str, error: Exception) -> None:
+        log.error("%s", what, exc_info=error)
+        self._metrics.defects.inc()
 
     def _step(self) -> bool:
         try:
@@ -319,7 +353,7 @@ class Engine:
         except Unavailable as error:
             self._fail(error)
         except Exception as error:  # planning failed: no telling whose fault it is
-            log.exception("planning a step failed")
+            self._defect("planning a step failed", error)
             self._book.fail_all(InternalError(f"planning failed: {type(error).__name__}: {error}"))
         return False
 
@@ -335,7 +369,10 @@ class Engine:
         log.error("the target can't go on: %s", error)
         self.failure = error
         if self._on_failure is not None:
-            self._on_failure(error)
+            try:
+                self._on_failure(error)
+            except Exception as second:  # whoever was to be told is gone; the answers still have to go out
+                self._defect("the failure could not be reported", second)
 
     def _warm_up(self) -> None:
         begin = time.monotonic()

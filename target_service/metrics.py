@@ -58,6 +58,10 @@ class TargetMetrics:
         self.recaptures_skipped = counter("recaptures_skipped_total", "Re-captures not worth their cost")
         self.preemptions = counter("preemptions_total", "Sessions whose pages were taken away")
         self.errors = counter("errors_total", "Sessions ended by an error", ("code",))
+        self.bad_logits = counter(
+            "bad_logits_total", "Sessions ended because the model's logits were no numbers"
+        )
+        self.defects = counter("defects_total", "Unexpected errors in the engine")
         self.lease_timeouts = counter("lease_timeouts_total", "Sessions freed after their stream broke")
 
 
@@ -97,6 +101,8 @@ class ChannelCollector(Collector):
         for name, text, amount in (
             ("chunks", "Chunks published", counts.chunks),
             ("acks", "Chunks acknowledged", counts.acked),
+            ("unknown_acks", "Acknowledgements of no chunk in use: late or repeated", counts.unknown_acks),
+            ("stale_publishes", "Chunks whose draft was gone when they were ready", counts.stale_publishes),
             ("reservation_failures", "Reservations refused by a full ring", counts.reservation_failures),
             (
                 "lease_timeouts",

@@ -202,7 +202,8 @@ class RankGroup:
                 work.wait(self._timeout)
 
     def close(self) -> None:
-        """Leave in good order, after the last message; a library thread left behind would end the process badly."""
+        """Leave in good order, after the last message: a library thread left running would end the process
+        with an abort."""
         for group in (self._data, self._messages):
             with contextlib.suppress(RuntimeError, AttributeError):
                 group.shutdown()

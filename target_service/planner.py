@@ -137,7 +137,7 @@ class Planner:
             if self._limits.deterministic:
                 # Chunk borders at fixed positions, wherever the reused prefix ends.
                 count = min(count, left - first % left)
-            if self._capture.wants(session.capture, first, count):
+            elif self._capture.wants(session.capture, first, count):
                 count = min(count, self._capture.slots)
             if not self._grow_for_chunk(plan, session, first + count):
                 break

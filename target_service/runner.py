@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+import kernels.device
 from kernels.linear import activation_dtype
 from specbridge.checkpoint import Checkpoint
 from specbridge.errors import ConfigError, InternalError, InvalidRequest, Unavailable
@@ -147,6 +148,7 @@ def load_runner(
     page_size: int = 16,
     max_rows: int,
     threads: int | None = None,
+    deterministic: bool = False,
     collective_timeout_s: float = 60.0,
     start_timeout_s: float = 600.0,
     progress: Callable[[int, int], None] | None = None,
@@ -155,9 +157,9 @@ def load_runner(
 
     device: auto, cpu, cuda or cuda:N (ranks take N, N+1, ..). dtype: auto (the checkpoint's), float64,
     float32, bfloat16, float16. num_pages x page_size tokens of K/V; max_rows bounds the rows of a step.
-    threads: CPU threads of each rank above 0 (None: this process's share of them). progress(layers done,
-    layers) while loading. Raises ConfigError for settings or a checkpoint that can't work, Unavailable if a
-    rank fails to start.
+    threads: CPU threads that the ranks share (None: torch's number); it sets those of the ranks above 0.
+    deterministic: rounding does not depend on where pages lie. progress(layers done, layers) while loading.
+    Raises ConfigError for settings or a checkpoint that can't work, Unavailable if a rank fails to start.
     """
     for name, value in (
         ("tp", tp),
@@ -170,7 +172,9 @@ def load_runner(
     config = ModelConfig.from_folder(model_dir)
     check_split(config.num_heads, config.num_kv_heads, tp)
     chosen = config.dtype if dtype == "auto" else parse_dtype(dtype)
-    spec = ShardSpec(model_dir, resolve_device(device, tp), chosen, num_pages, page_size, max_rows)
+    spec = ShardSpec(
+        model_dir, resolve_device(device, tp), chosen, num_pages, page_size, max_rows, deterministic
+    )
     with Checkpoint(model_dir) as checkpoint:
         fingerprint = hashlib.blake2b(
             f"{checkpoint.fingerprint()}/{chosen}/{activation_dtype(chosen, spec.device)}".encode(),
@@ -183,7 +187,7 @@ def load_runner(
         spec,
         config,
         size=tp,
-        threads=threads or max(1, torch.get_num_threads() // tp),
+        threads=max(1, (threads or torch.get_num_threads()) // tp),
         timeout_s=collective_timeout_s,
         start_timeout_s=start_timeout_s,
     )
@@ -200,19 +204,7 @@ def load_runner(
 
 def resolve_device(device: str, tp: int = 1) -> str:
     """The device to use, checked. Raises ConfigError naming what is there."""
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= tp else "cpu"
     try:
-        parsed = torch.device(device)
-    except RuntimeError:
-        raise ConfigError(f"device {device!r} is not known; use auto, cpu, cuda or cuda:N") from None
-    if parsed.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device {device!r} is not supported; use auto, cpu, cuda or cuda:N")
-    if parsed.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (parsed.index or 0) + tp > count:
-            raise ConfigError(
-                f"device {device!r} with --tp {tp} needs GPU {(parsed.index or 0) + tp - 1}; "
-                f"torch sees {count}"
-            )
-    return device
+        return kernels.device.resolve_device(device, count=tp)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None

@@ -18,10 +18,13 @@ from dataclasses import dataclass
 import torch
 
 from kernels.philox import gumbel_noise
+from kernels.topk import top_entries
 from specbridge.rounds import SamplingParams, TokenLogprobs
 
+NO_CHOICE = -1
+"""Stands for the token of a row whose logits are no numbers."""
+
 _FIRST_CANDIDATES = 64
-_LOW_WORD = 0xFFFFFFFF
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +52,18 @@ class RowGroup:
 
 
 def choose(logits: torch.Tensor, groups: Sequence[RowGroup]) -> torch.Tensor:
-    """The committed token of every row. logits: fp32 [rows, vocab], not modified. Returns int64 [rows]."""
+    """The committed token of every row. logits: fp32 [rows, vocab], not modified. Returns int64 [rows].
+
+    NO_CHOICE for a row with a NaN, or whose best logit is infinite.
+    """
     masked = _min_tokens_mask(logits, groups)
+    chosen = _choose(masked, groups)
+    # A NaN wins every argmax, so the chosen logit tells; one past the vocabulary comes from the filters.
+    best = masked.gather(1, chosen.clamp(max=masked.shape[-1] - 1).unsqueeze(1)).squeeze(1)
+    return torch.where(best.isfinite() & (chosen < masked.shape[-1]), chosen, NO_CHOICE)
+
+
+def _choose(masked: torch.Tensor, groups: Sequence[RowGroup]) -> torch.Tensor:
     if all(group.rule.sampling.greedy for group in groups):
         return masked.argmax(dim=-1)
     rows: list[int] = []
@@ -71,10 +84,10 @@ def choose(logits: torch.Tensor, groups: Sequence[RowGroup]) -> torch.Tensor:
         [key[0] for key in keys],
         [key[1] for key in keys],
         [key[2] for key in keys],
-        logits.shape[-1],
-        device=logits.device,
+        masked.shape[-1],
+        device=masked.device,
     )
-    where = torch.tensor([rows, noise_of], device=logits.device)
+    where = torch.tensor([rows, noise_of], device=masked.device)
     sampled = _sample(masked.index_select(0, where[0]), params, noise, where[1])
     if len(rows) == len(masked):
         return sampled
@@ -92,17 +105,11 @@ def token_logprobs(logits: torch.Tensor, chosen: Sequence[int], count: int) -> t
     best = min(count - 1, logits.shape[-1])
     if best <= 0:
         return tuple(TokenLogprobs(value) for value in picked)
-    values, ids = _best(log_probs, best)
+    values, ids = top_entries(log_probs, best, nonpositive=True)
     return tuple(
         TokenLogprobs(value, tuple(row_ids), tuple(row))
         for value, row_ids, row in zip(picked, ids.tolist(), values.tolist(), strict=True)
     )
-
-
-def filter_logits(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """scores: fp32 [rows, vocab], divided by T already. Returns a copy; removed entries are -inf."""
-    ids, values, keep = _kept(scores, params)
-    return torch.full_like(scores, -torch.inf).scatter_(1, ids, torch.where(keep, values, -torch.inf))
 
 
 def _min_tokens_mask(logits: torch.Tensor, groups: Sequence[RowGroup]) -> torch.Tensor:
@@ -139,9 +146,10 @@ def _sample(
     some = torch.tensor(filtered, device=logits.device)
     ids, values, keep = _kept(scores.index_select(0, some), [params[i] for i in filtered])
     own = noise_of.index_select(0, some).unsqueeze(1)
-    values = torch.where(keep, values + noise[own, ids], -torch.inf)
-    # Equal sums in two places: the lowest id, as in the unfiltered rule.
-    top = values == values.max(dim=-1, keepdim=True).values
+    noisy = torch.where(keep, values + noise[own, ids], -torch.inf)
+    # Equal sums in two places: the lowest id, as in the unfiltered rule. Rows that are no numbers: past the
+    # last id.
+    top = (noisy == noisy.max(dim=-1, keepdim=True).values) & ~values.isnan()
     chosen = torch.where(top, ids, logits.shape[-1]).min(dim=-1).values
     if len(filtered) == len(params):
         return chosen
@@ -152,7 +160,7 @@ def _kept(
     scores: torch.Tensor, params: Sequence[SamplingParams]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Candidates of each row in (score descending, id ascending) order: ids, scores, and which the filters
-    keep.
+    keep. A row that is not finite has NaN scores only.
 
     Only as many candidates are sorted as the widest filter of the batch can let through.
     """
@@ -167,7 +175,7 @@ def _kept(
     total = scores.logsumexp(dim=-1, keepdim=True)
     count = min(_FIRST_CANDIDATES, vocab)
     while True:
-        values, ids = _best(scores, count)
+        values, ids = top_entries(scores, count)
         rank = torch.arange(count, device=device).unsqueeze(0)
         keep = rank < top_k
         # Doubles: the sums must not move with `count`, which depends on the other rows.
@@ -185,19 +193,6 @@ def _kept(
             | ((ratio[:, -1:] < min_p) & ((top_k >= vocab) | (top_p >= 1.0)))
         )
         if count == vocab or bool(closed.all()):
+            values = torch.where(total.isfinite(), values, torch.nan)
             return ids, values, keep & nucleus & (ratio >= min_p)
         count = min(count * 8, vocab)
-
-
-def _best(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `count` best of each row in (score descending, id ascending) order: values and ids, [rows, count].
-
-    torch.topk leaves ties open, so score and id go into one 64-bit key.
-    """
-    vocab = scores.shape[-1]
-    bits = (scores + 0.0).view(torch.int32)  # + 0.0: the two zeros are equal scores
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
-    tie = _LOW_WORD - torch.arange(vocab, dtype=torch.int64, device=scores.device)
-    best = (ordered << 32 | tie).topk(count, dim=-1).values
-    ids = _LOW_WORD - (best & _LOW_WORD)
-    return scores.gather(1, ids), ids

@@ -8,6 +8,7 @@ code). Does not own what requests mean (target_service.engine) nor the channel's
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import sys
@@ -21,9 +22,12 @@ from protos import common_pb2, target_pb2, target_pb2_grpc
 from specbridge import wire
 from specbridge.channel.producer import HiddenStateServer
 from specbridge.errors import SpecBridgeError, Unavailable
+from specbridge.logs import configure_logging
 from specbridge.metrics import new_registry, serve_metrics
 from specbridge.models import resolve_target
-from specbridge.rounds import SessionKey, TargetReply, TargetRequest, TargetResultKind
+from specbridge.process import run_in_own_thread
+from specbridge.rounds import TargetReply, TargetResultKind
+from specbridge.rounds_stream import RoundsStream
 from specbridge.server import Server, stop_event, typed_errors
 from target_service.config import TargetSettings, resolve_limits
 from target_service.engine import Engine, Identity
@@ -33,48 +37,8 @@ from target_service.runner import load_runner, resolve_device
 
 log = logging.getLogger(__name__)
 
-_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-
-
-class Stream:
-    """One Rounds stream: replies on their way out, and how many are still owed.
-
-    A client may close its side and wait for the answers, as command-line clients do; the stream ends when
-    nothing is owed any more.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._queue: asyncio.Queue[TargetReply | None] = asyncio.Queue()
-        self._owed = 0
-        self._opening: set[SessionKey] = set()
-        self._half_closed = False
-
-    def expect(self, request: TargetRequest) -> None:
-        """Count the replies that `request` will get."""
-        self._owed += bool(request.opens or request.releases) + bool(request.verifies)
-        self._opening.update(item.session for item in request.opens)
-
-    def reply(self, message: TargetReply) -> None:
-        """Called on the engine's thread."""
-        self._loop.call_soon_threadsafe(self._queue.put_nowait, message)
-
-    def half_close(self) -> None:
-        self._half_closed = True
-        if not self._owed and not self._opening:
-            self._queue.put_nowait(None)
-
-    async def next(self) -> TargetReply | None:
-        """The next reply; None at the end."""
-        if self._half_closed and not self._owed and not self._opening:
-            return None
-        message = await self._queue.get()
-        if message is not None:
-            self._owed -= bool(message.batch_id or message.timings)
-            for result in message.results:
-                if result.kind is not TargetResultKind.OPENED:
-                    self._opening.discard(result.session)
-        return message
+FIRST_MESSAGE_S = 5.0
+"""How long a call that is refused waits for its first message."""
 
 
 class TargetServicer(target_pb2_grpc.TargetServicer):
@@ -99,32 +63,32 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
     ) -> AsyncIterator[target_pb2.TargetReply]:
         async with typed_errors(context):
             engine = self._ready()
-            stream = Stream(asyncio.get_running_loop())
-            # One bound method for the life of the stream: the engine knows the stream by it.
-            reply = stream.reply
+            stream: RoundsStream[TargetReply] = RoundsStream(opened=TargetResultKind.OPENED)
 
-            async def read() -> None:
-                try:
-                    async for pb in request_iterator:
-                        request = wire.target_request_from_pb(pb)
-                        stream.expect(request)
-                        engine.submit(request, reply)
-                finally:
-                    stream.half_close()
+            def take(pb: target_pb2.TargetRequest) -> int:
+                request = wire.target_request_from_pb(pb)
+                engine.submit(request, stream.reply)
+                return len(request.opens) + len(request.releases) + len(request.verifies)
 
-            reader = asyncio.create_task(read())
             try:
-                while (message := await stream.next()) is not None:
-                    yield wire.target_reply_to_pb(message)
+                async with contextlib.aclosing(stream.answers(request_iterator, take)) as messages:
+                    async for message in messages:
+                        yield wire.target_reply_to_pb(message)
             finally:
-                reader.cancel()
-                engine.drop_stream(reply)
+                engine.drop_stream(stream.reply)
 
     async def HiddenStates(
         self, request_iterator: AsyncIterator[target_pb2.ChannelRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[target_pb2.ChannelReply]:
         async with typed_errors(context):
-            self._ready()
+            try:
+                self._ready()
+            except Unavailable:
+                # Not before the draft's first message is in: a write that meets the end of its call reaches
+                # the draft as gRPC's "Internal error from Core", and the reason is lost.
+                with contextlib.suppress(TimeoutError, StopAsyncIteration):
+                    await asyncio.wait_for(anext(request_iterator), FIRST_MESSAGE_S)
+                raise
             assert self._channel is not None
             async for reply in self._channel.serve(request_iterator, context):
                 yield reply
@@ -144,7 +108,7 @@ def run(settings: TargetSettings) -> int:
     """Serve until SIGTERM (0) or until the model is gone (1). Raises ConfigError for settings that can't
     work.
     """
-    logging.basicConfig(level=settings.log_level.upper(), format=_LOG_FORMAT, stream=sys.stderr)
+    configure_logging(settings.log_level, "target")
     if settings.threads:
         torch.set_num_threads(settings.threads)
     return uvloop.run(_serve(settings))
@@ -176,7 +140,7 @@ async def _serve(settings: TargetSettings) -> int:
     try:
         await server.start()
         log.info("target listening on %s, loading %s", server.bound, settings.target)
-        engine = await asyncio.to_thread(load_engine, settings, metrics, failed)
+        engine = await run_in_own_thread(load_engine, settings, metrics, failed)
         channel = connect_channel(engine, settings, metrics)
         await asyncio.to_thread(engine.start)
         servicer.serve(engine, channel)
@@ -230,6 +194,7 @@ def load_engine(
         page_size=limits.page_size,
         max_rows=limits.max_rows,
         threads=settings.threads or None,
+        deterministic=settings.deterministic,
     )
     identity = Identity(
         model_id=settings.target,

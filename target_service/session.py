@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from enum import Enum
 
 from specbridge.errors import InvalidRequest
-from specbridge.rounds import SessionKey, TargetOpen, TargetReply
+from specbridge.paging import PagedSequence
+from specbridge.rounds import MAX_STOP_TOKEN_IDS, SessionKey, TargetOpen, TargetReply
 from target_service.capture import SessionCapture
-from target_service.kv_cache import PageTable
 from target_service.sampling import ChoiceRule
 
 MAX_LOGPROBS = 21
 """The chosen token's log-probability and the 20 best others."""
-MAX_STOP_IDS = 256
 
 Reply = Callable[[TargetReply], None]
 
@@ -35,7 +34,7 @@ class Session:
     """One open session; the engine's thread mutates it.
 
     order counts opens: the highest is the youngest. lease_until: when to free it, set while its stream is
-    broken.
+    broken. matched: index version and limit of the latest look-up of its prefix.
     """
 
     key: SessionKey
@@ -45,7 +44,7 @@ class Session:
     stop_ids: frozenset[int]
     max_tokens: int
     max_length: int
-    table: PageTable
+    table: PagedSequence
     capture: SessionCapture
     reply: Reply
     order: int
@@ -55,6 +54,7 @@ class Session:
     cached_tokens: int = 0
     phase: Phase = Phase.PREFILL
     lease_until: float | None = None
+    matched: tuple[int, int] = (-1, -1)
 
     @property
     def num_tokens(self) -> int:
@@ -111,9 +111,9 @@ def validate_open(request: TargetOpen, *, vocab_size: int, max_length: int) -> N
             f"min_tokens is {stop.min_tokens}; it must lie in [0, max_tokens = {stop.max_tokens}]",
             param="min_tokens",
         )
-    if len(stop.stop_token_ids) > MAX_STOP_IDS:
+    if len(stop.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise InvalidRequest(
-            f"{len(stop.stop_token_ids)} stop_token_ids were sent, at most {MAX_STOP_IDS} are accepted",
+            f"{len(stop.stop_token_ids)} stop_token_ids were sent, at most {MAX_STOP_TOKEN_IDS} are accepted",
             param="stop_token_ids",
         )
     for token in stop.stop_token_ids:

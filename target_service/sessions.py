@@ -81,32 +81,52 @@ class SessionBook:
     # ---- requests -------------------------------------------------------------------------------
 
     def submit(self, request: TargetRequest, reply: Reply, *, received: int) -> None:
-        """Take in one request: releases, then opens, both answered at once; verifies are queued."""
+        """Take in one request: releases, then opens, both answered at once; verifies are queued.
+
+        If it raises, nothing was answered or queued: see `refuse`.
+        """
         acks: list[TargetResult] = []
         for key in request.releases:
-            self.release(key)
+            self.release(key, reply)
             acks.append(TargetResult(key, TargetResultKind.RELEASED))
         for item in request.opens:
             acks.append(self._open_result(item, reply))
-        if acks:
-            self._replies.append((reply, TargetReply(request.batch_id, tuple(acks))))
-        if not request.verifies:
-            return
         count = len(request.verifies)
         batch = Batch(request.batch_id, reply, received, [None] * count, count)
+        queued: list[VerifyItem] = []
         for index, verify in enumerate(request.verifies):
             session = self.find(verify.session)
             if session is not None:
                 session.reply = reply
                 session.lease_until = None
-            self.pending.append(VerifyItem(batch, index, verify))
+            queued.append(VerifyItem(batch, index, verify))
+        if acks:
+            self._replies.append((reply, TargetReply(request.batch_id, tuple(acks))))
+        self.pending += queued
 
-    def release(self, key: SessionKey) -> None:
+    def refuse(self, request: TargetRequest, reply: Reply, error: SpecBridgeError, *, received: int) -> None:
+        """Answer all of a request that `submit` choked on with `error`; its sessions are gone."""
+        keys = [*request.releases, *(item.session for item in request.opens)]
+        for key in keys:
+            session = self.find(key)
+            if session is not None:
+                self.remove(session)
+                self._drop_pending(session, error)
+            self._count(error)
+        if keys:
+            self._replies.append(
+                (reply, TargetReply(request.batch_id, tuple(_failed(k, error) for k in keys)))
+            )
+        count = len(request.verifies)
+        batch = Batch(request.batch_id, reply, received, [None] * count, count)
+        for index, verify in enumerate(request.verifies):
+            self.fail_item(VerifyItem(batch, index, verify), error)
+
+    def release(self, key: SessionKey, reply: Reply) -> None:
         """End a session, keeping its full pages as prefixes. Unknown keys are fine."""
         session = self.find(key)
         if session is not None:
-            self.remove(session)
-            self._drop_pending(session, Stale(f"session {key} was released; open it again to go on"))
+            self._end(session, Stale(f"session {key} was released; open it again to go on"), reply)
 
     def drop_stream(self, reply: Reply, *, now: float) -> None:
         """The stream behind `reply` broke: its queued verifies are void, its sessions get a lease."""
@@ -139,14 +159,12 @@ class SessionBook:
             session = self._open(request, reply)
         except SpecBridgeError as error:
             self._count(error)
-            return TargetResult(request.session, TargetResultKind.ERROR, error=error, draft_has_context=False)
+            return _failed(request.session, error)
         except Exception as error:  # one open must not end the engine
             log.exception("open of session %s failed", request.session)
             wrapped = InternalError(f"open failed: {type(error).__name__}: {error}")
             self._count(wrapped)
-            return TargetResult(
-                request.session, TargetResultKind.ERROR, error=wrapped, draft_has_context=False
-            )
+            return _failed(request.session, wrapped)
         return TargetResult(
             session.key,
             TargetResultKind.OPENED,
@@ -164,10 +182,8 @@ class SessionBook:
             )
         validate_open(request, vocab_size=self._vocab_size, max_length=limits.max_length)
         if older is not None:
-            self.remove(older)
-            self._drop_pending(
-                older, Stale(f"session {older.key} was re-opened as incarnation {key.incarnation}")
-            )
+            error = Stale(f"session {older.key} was re-opened as incarnation {key.incarnation}")
+            self._end(older, error, reply)
         if len(self._sessions) >= limits.max_sessions:
             raise CapacityError(
                 f"{len(self._sessions)} sessions are open, --max-sessions allows {limits.max_sessions}; "
@@ -216,28 +232,35 @@ class SessionBook:
         limit = session.num_tokens - 1
         if session.capture.following:
             limit = min(limit, session.capture.position)
+        if session.matched == (self.cache.index_version, limit):
+            return  # a prompt that waits asks at every turn; hashing it anew would find the same
+        session.matched = (self.cache.index_version, limit)
         self.cache.release(session.table)
         session.table = self.cache.open(session.tokens, salt=session.salt, limit=limit)
-        session.cached_tokens = session.kv_length = session.table.cached_tokens
+        session.cached_tokens = session.kv_length = session.table.found
+
+    def _end(self, session: Session, error: Stale, reply: Reply) -> None:
+        """The stream behind `reply` ends a session; whoever waits for its results elsewhere is told."""
+        self.remove(session)
+        told = self._drop_pending(session, error)
+        if session.phase is Phase.PREFILL and not told and session.reply != reply:
+            self.notify(session.reply, _failed(session.key, error))
 
     # ---- ends -----------------------------------------------------------------------------------
 
-    def remove(self, session: Session) -> None:
+    def remove(self, session: Session, *, keep_pages: bool = True) -> None:
         """Forget a session and let go of its pages."""
         place = (session.key.gateway, session.key.number)
         if self._sessions.get(place) is session:
             del self._sessions[place]
-        self.cache.release(session.table)
+        self.cache.release(session.table, keep=keep_pages)
 
     def fail(self, session: Session, error: SpecBridgeError) -> None:
         """End a session by an error: queued verifies get it, else the stream is told."""
         self.remove(session)
         self._count(error)
         if not self._drop_pending(session, error):
-            self.notify(
-                session.reply,
-                TargetResult(session.key, TargetResultKind.ERROR, error=error, draft_has_context=False),
-            )
+            self.notify(session.reply, _failed(session.key, error))
 
     def preempt(self, session: Session) -> None:
         """Take a session's pages away; the gateway may re-open it from the tokens it holds."""
@@ -329,6 +352,10 @@ def _error(item: VerifyItem, error: SpecBridgeError) -> TargetResult:
         error=error,
         draft_has_context=False,
     )
+
+
+def _failed(key: SessionKey, error: SpecBridgeError) -> TargetResult:
+    return TargetResult(key, TargetResultKind.ERROR, error=error, draft_has_context=False)
 
 
 def _preempted(key: SessionKey) -> TargetResult:

@@ -15,7 +15,8 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Rows [first_row, first_row + rows) of a step; they sit at the absolute positions given in Step.positions.
+    """Rows [first_row, first_row + rows) of a step; they sit at the absolute positions given in
+    Step.positions.
 
     pages: ids of the session's KV pages in order, enough to cover context_length.
     parents: None for a chain; else parent row of each row *within the segment*, -1 for row 0 (the anchor),
@@ -31,7 +32,8 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """tokens, positions: int64 [rows], on the CPU. logit_rows: int64 [k], rows whose logits are wanted, in order."""
+    """tokens, positions: int64 [rows], on the CPU. logit_rows: int64 [k], rows whose logits are wanted,
+    in order."""
 
     tokens: torch.Tensor
     positions: torch.Tensor
@@ -53,7 +55,8 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Copy staged K/V of `rows` (of the latest step) into pages: slot = page * page_size + offset. int64 [n] each."""
+    """Copy staged K/V of `rows` (of the latest step) into pages: slot = page * page_size + offset.
+    int64 [n] each."""
 
     rows: torch.Tensor
     slots: torch.Tensor

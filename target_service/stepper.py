@@ -17,8 +17,8 @@ from specbridge.errors import InternalError, SpecBridgeError, Unavailable
 from specbridge.rounds import FinishReason, TargetResult, TargetResultKind, TokenLogprobs
 from target_service.batching import Buckets, ChainItem, StepPlan, VerifyItem, build_step, real_logits
 from target_service.planner import Planner
-from target_service.sampling import choose, token_logprobs
-from target_service.session import Phase
+from target_service.sampling import NO_CHOICE, choose, token_logprobs
+from target_service.session import Phase, Session
 from target_service.sessions import SessionBook
 from target_service.step import Commit, Step, StepOutput
 from target_service.verify import slots, walk
@@ -95,12 +95,15 @@ class Stepper:
         self._metrics.padding_rows.inc(built.padding)
         self._metrics.verify_rows.inc(sum(len(item.verify.tree) + 1 for item in plan.verifies))
         for item, result in zip(plan.verifies, results, strict=True):
-            self._book.finish_item(item, result)
+            if result is not None:
+                self._book.finish_item(item, result)
 
     def _settle(
         self, plan: StepPlan, logits: torch.Tensor, taps: torch.Tensor | None, choices: list[int]
-    ) -> list[TargetResult]:
-        """Walk, capture, write pages, index. Returns the verifies' results; first tokens are notified."""
+    ) -> list[TargetResult | None]:
+        """Walk, capture, write pages, index. Returns the verifies' results, None for those answered already;
+        first tokens are notified.
+        """
         now = time.monotonic()
         rows: list[int] = []
         targets: list[int] = []
@@ -115,7 +118,9 @@ class Stepper:
                 Commit(torch.tensor(rows, dtype=torch.int64), torch.tensor(targets, dtype=torch.int64))
             )
         # Only now do the pages hold what the index promises.
-        for session in plan.sessions():
+        for session in dict.fromkeys(plan.sessions()):
+            if session.table.closed:
+                continue
             self._cache.commit(session.table, session.tokens, session.kv_length)
             if session.phase is Phase.FINISHED:
                 self._cache.release(session.table)
@@ -132,10 +137,15 @@ class Stepper:
         choices: list[int],
         rows: list[int],
         targets: list[int],
-    ) -> TargetResult:
+    ) -> TargetResult | None:
         session, tree, base = item.session, item.verify.tree, item.verify.base
         assert session is not None
         own = choices[item.logit_row : item.logit_row + len(tree) + 1]
+        if NO_CHOICE in own:
+            self._capture.cancel(item.reserved)
+            item.reserved = None
+            self._book.fail_item(item, self._bad_logits(session))
+            return None
         outcome = walk(tree, own, stop_ids=session.stop_ids, remaining=session.remaining, room=session.room)
         path = [0, *(node + 1 for node in outcome.accepted)]
         committed = [session.anchor, *(tree.tokens[node] for node in outcome.accepted)]
@@ -188,6 +198,11 @@ class Stepper:
     ) -> FinishReason | None:
         """Returns how the text stands after the first token; None while the prefill goes on."""
         session = chunk.session
+        if chunk.final and choices[chunk.logit_row] == NO_CHOICE:
+            self._capture.cancel(chunk.reserved)
+            chunk.reserved = None
+            self._book.fail(session, self._bad_logits(session))
+            return None
         rows += range(chunk.first_row, chunk.first_row + chunk.count)
         targets += slots(session.table.pages, self._limits.page_size, chunk.first, chunk.count)
         session.kv_length = chunk.first + chunk.count
@@ -246,6 +261,17 @@ class Stepper:
                 draft_has_context=session.capture.following,
                 logprobs=logprobs,
             ),
+        )
+
+    def _bad_logits(self, session: Session) -> InternalError:
+        """Take a session out whose logits are no numbers: a token chosen from them would be anything."""
+        self._metrics.bad_logits.inc()
+        log.error("session %s: the logits at position %d are no numbers", session.key, session.kv_length)
+        # Its rows may be why, so no other session shall find them.
+        self._book.remove(session, keep_pages=False)
+        return InternalError(
+            f"the model's logits at position {session.kv_length} are NaN or infinite: check the checkpoint, "
+            "or run it in a wider dtype"
         )
 
     def _abandon(self, plan: StepPlan, error: SpecBridgeError) -> None:

@@ -85,6 +85,7 @@ class WorkerPool:
         self._deadline = time.monotonic() + start_timeout_s
         self._dead: str | None = None
         self._closing = threading.Event()
+        self._collecting = threading.Lock()
         self.group: RankGroup | None = None
         try:
             for rank in range(1, size):
@@ -96,6 +97,7 @@ class WorkerPool:
                         num_pages=shard.num_pages,
                         page_size=shard.page_size,
                         max_rows=shard.max_rows,
+                        deterministic=shard.deterministic,
                     ),
                     config=config,
                     rendezvous=rendezvous,
@@ -163,10 +165,14 @@ class WorkerPool:
         if self._closing.is_set():
             return
         self._closing.set()
+        told = False
         if self.group is not None and self._dead is None and all(p.is_alive() for p in self._processes):
             with contextlib.suppress(SpecBridgeError):
                 self.group.broadcast_message(step_codec.encode_stop())
-        deadline = time.monotonic() + (_JOIN_S if self.group is not None and self._dead is None else 0.0)
+                told = True
+        if self.group is not None and told:
+            self.group.close()  # before waiting: NCCL's end can need all ranks
+        deadline = time.monotonic() + (_JOIN_S if told else 0.0)
         for process in self._processes:
             process.join(max(deadline - time.monotonic(), 0.0))
             if process.is_alive():
@@ -174,7 +180,7 @@ class WorkerPool:
                 process.join(_JOIN_S)
         for connection in self._acks:
             connection.close()
-        if self.group is not None:
+        if self.group is not None and not told:
             self.group.close()
 
     def _collect(self, stage: str) -> None:
@@ -202,8 +208,9 @@ class WorkerPool:
                     raise Unavailable(f"tensor-parallel rank {rank} failed to start: {ack.message}")
 
     def _find_dead(self) -> None:
+        """Note a dead worker, by its sentinel: is_alive() errs while another thread waits."""
         for rank, process in enumerate(self._processes, 1):
-            if not process.is_alive() and not self._closing.is_set():
+            if multiprocessing.connection.wait([process.sentinel], timeout=0) and not self._closing.is_set():
                 self._death_of(rank)
                 return
 
@@ -220,8 +227,9 @@ class WorkerPool:
 
     def _death_of(self, rank: int) -> str:
         process = self._processes[rank - 1]
-        process.join(1.0)
-        code = process.exitcode
+        with self._collecting:
+            process.join(1.0)
+            code = process.exitcode
         self._dead = f"tensor-parallel rank {rank} died (exit code {code}): restart the target service"
         return self._dead
 

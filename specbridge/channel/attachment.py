@@ -91,8 +91,8 @@ class Attachment(Generic[Message]):
 
     # ---- the engine's thread --------------------------------------------------------------------
 
-    def reserve(self, rows: int, *, timeout: float = 0.0) -> Reservation | None:
-        span = None if self._closed else self.ring.reserve(rows, timeout=timeout)
+    def reserve(self, rows: int) -> Reservation | None:
+        span = None if self._closed else self.ring.reserve(rows)
         if span is None:
             self._stats.add("reservation_failures")
             if self._full_since is None and rows <= self.ring.slots:
@@ -164,7 +164,7 @@ class Attachment(Generic[Message]):
         return None
 
     def close(self, cause: str, reason: str) -> bool:
-        """No further reservation or publication; wakes a waiting one. False if it was closed already."""
+        """No further reservation or publication. False if it was closed already."""
         with self._lock:
             if self._closed:
                 return False

@@ -217,14 +217,14 @@ class HiddenStateClient:
             transports=self._transports,
             slots=self._slots,
         )
-        await call.write(target_pb2.ChannelRequest(attach=attach))
+        await _say(call, target_pb2.ChannelRequest(attach=attach))
         memory: ConsumerMemory | None = None
         while (reply := await call.read()) is not grpc.aio.EOF:
             kind = reply.WhichOneof("kind")
             if kind == "offer":
                 tried = try_offer(wire.offer_from_pb(reply.offer))
                 memory = tried.memory
-                await call.write(wire.probe_to_pb(tried.probe))
+                await _say(call, wire.probe_to_pb(tried.probe))
             elif kind == "refused":
                 raise error_from_pb(reply.refused.error)
             elif kind == "attached" and memory is not None:
@@ -266,3 +266,9 @@ class HiddenStateClient:
             await asyncio.sleep(self._lease_s / 4)
             if self._held:
                 outbox.put(())
+
+
+async def _say(call: Any, message: target_pb2.ChannelRequest) -> None:
+    """Write, unless the call has ended meanwhile: reading then tells why, writing does not."""
+    with contextlib.suppress(asyncio.InvalidStateError):
+        await call.write(message)

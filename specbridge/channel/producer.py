@@ -50,7 +50,7 @@ class RowLayout(Protocol):
 
 
 class HiddenStateServer:
-    """`serve` is the RPC's body; reserve, wait_reserve, rows, publish and cancel are for the engine's thread.
+    """`serve` is the RPC's body; reserve, rows, publish and cancel are for the engine's thread.
 
     The callbacks run on the event loop and must not block. on_attach(layer_ids, normed_last_layer) checks
     what a draft asks for, prepares the engine for it and returns the row layout, or raises a typed error that
@@ -112,13 +112,6 @@ class HiddenStateServer:
         """
         current = self._usable()
         return None if current is None else current.reserve(rows)
-
-    def wait_reserve(self, rows: int, timeout_s: float) -> Reservation | None:
-        """As `reserve`, but waits up to `timeout_s` for slots. For prefill chunks only; never on the event
-        loop.
-        """
-        current = self._usable()
-        return None if current is None else current.reserve(rows, timeout=timeout_s)
 
     def rows(self, reservation: Reservation) -> torch.Tensor:
         """Where the reservation's rows are to be written: [count, row_width] in the channel's dtype."""

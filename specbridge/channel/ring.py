@@ -33,7 +33,7 @@ class Ring:
         if slots < 1:
             raise ValueError(f"a ring of {slots} slots holds nothing: give it at least 1")
         self.slots = slots
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._starts = [0]
         self._ends = [slots]
         self._live: dict[int, Span] = {}
@@ -43,7 +43,7 @@ class Ring:
     @property
     def used(self) -> int:
         """Slots in live spans."""
-        with self._changed:
+        with self._lock:
             return sum(span.count for span in self._live.values())
 
     @property
@@ -51,17 +51,13 @@ class Ring:
         """Number of live spans."""
         return len(self._live)
 
-    def reserve(self, count: int, *, timeout: float = 0.0) -> Span | None:
-        """`count` contiguous slots, or None if they are not free within `timeout` seconds or the ring is
-        closed.
-        """
+    def reserve(self, count: int) -> Span | None:
+        """`count` contiguous slots, or None if they are not free or the ring is closed."""
         if count < 1:
             raise ValueError(f"{count} slots were asked for: ask for at least 1")
         if count > self.slots:
             return None
-        with self._changed:
-            if timeout > 0.0:
-                self._changed.wait_for(lambda: self._closed or self._fit(count) is not None, timeout)
+        with self._lock:
             place = None if self._closed else self._fit(count)
             if place is None:
                 return None
@@ -80,29 +76,26 @@ class Ring:
         """Give back all but the first `count` >= 1 slots of a live span. Returns what is left of it."""
         if not 1 <= count <= span.count:
             raise ValueError(f"a span of {span.count} slots can't be trimmed to {count}")
-        with self._changed:
+        with self._lock:
             self._check(span)
             if count == span.count:
                 return span
             rest = Span(span.first, count, span.generation)
             self._live[span.first] = rest
             self._add_free(span.first + count, span.first + span.count)
-            self._changed.notify_all()
             return rest
 
     def free(self, span: Span) -> None:
         """Give a live span back."""
-        with self._changed:
+        with self._lock:
             self._check(span)
             del self._live[span.first]
             self._add_free(span.first, span.first + span.count)
-            self._changed.notify_all()
 
     def close(self) -> None:
-        """Reserve nothing any more and wake whoever waits."""
-        with self._changed:
+        """Reserve nothing any more."""
+        with self._lock:
             self._closed = True
-            self._changed.notify_all()
 
     def _check(self, span: Span) -> None:
         if self._live.get(span.first) != span:

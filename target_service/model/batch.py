@@ -50,13 +50,16 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class BatchSettings:
-    """What a model fixes for all its steps. windows: the distinct windows of its layers."""
+    """What a model fixes for all its steps. windows: the distinct windows of its layers. one_part: attention
+    reads a session's context in one piece, wherever its pages lie.
+    """
 
     page_size: int
     windows: tuple[int | None, ...]
     dtype: torch.dtype
     device: torch.device
     rotary: RotaryTables
+    one_part: bool = False
 
 
 def prepare(step: Step, settings: BatchSettings) -> StepInputs:
@@ -128,6 +131,7 @@ def _group(members: list[Segment], step: Step, settings: BatchSettings) -> Atten
             dtype=settings.dtype,
             device=settings.device,
             window_start=start,
+            one_part=settings.one_part,
         )
     flat = index.reshape(-1)
     first = int(flat[0])

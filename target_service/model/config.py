@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from kernels import rotary
+from kernels.device import parse_dtype as named_dtype
 from specbridge.checkpoint import read_json
 from specbridge.errors import ConfigError
 
@@ -43,12 +44,6 @@ _BY_TYPE = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
-}
-_DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
 }
 
 
@@ -142,11 +137,9 @@ class ModelConfig:
 def parse_dtype(name: str) -> torch.dtype:
     """Raises ConfigError for a name we do not compute in."""
     try:
-        return _DTYPES[name.removeprefix("torch.")]
-    except KeyError:
-        raise ConfigError(
-            f"dtype {name!r} is not supported; use one of {', '.join(_DTYPES)} or auto"
-        ) from None
+        return named_dtype(name)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _architecture(raw: Mapping[str, Any]) -> str:

@@ -34,6 +34,7 @@ class ShardSpec:
     num_pages: int
     page_size: int
     max_rows: int
+    deterministic: bool = False
 
 
 class ModelShard:
@@ -84,6 +85,7 @@ class ModelShard:
                 windows=tuple(dict.fromkeys(config.windows)),
                 dtype=self.activation_dtype,
                 device=self._device,
+                one_part=spec.deterministic,
                 rotary=rotary_tables(
                     head_dim=config.head_dim,
                     theta=config.rope_theta,

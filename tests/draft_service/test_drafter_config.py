@@ -171,6 +171,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "heads": (changed("z-lab", inner={"num_key_value_heads": 3}), "4 heads, 3 KV heads"),
     "block of one": (changed("z-lab", block_size=1), "block_size is 1"),
     "reduced vocabulary too large": (changed("speculators", draft_vocab_size=99), "draft_vocab_size 99"),
+    "scaled residuals": (changed("z-lab", inner={"residual_multiplier": 0.5}), "residual_multiplier is 0.5"),
+    "capped attention": (changed("speculators", inner={"attn_logit_softcapping": 30.0}), "attn_logit_softc"),
     "no layers": (changed("z-lab", inner={"num_hidden_layers": None}), "num_hidden_layers is None"),
 }  # fmt: skip
 
@@ -180,6 +182,54 @@ def test_what_can_not_be_honoured_is_refused_by_name(case: str) -> None:
     config, message = REFUSED[case]
     with pytest.raises(ConfigError, match=message):
         parsed(config)
+
+
+# The fields of z-lab/Qwen3-8B-DFlash-b16's config.json: what a Qwen3 configuration writes, and its own keys.
+QWEN3_8B = {
+    "architectures": ["DFlashDraftModel"], "attention_bias": False, "attention_dropout": 0.0,
+    "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "block_size": 16, "bos_token_id": 151643,
+    "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]}, "dtype": "bfloat16",
+    "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+    "initializer_range": 0.02, "intermediate_size": 12288, "layer_types": ["full_attention"] * 5,
+    "max_position_embeddings": 40960, "max_window_layers": 5, "model_type": "qwen3",
+    "num_attention_heads": 32, "num_hidden_layers": 5, "num_key_value_heads": 8, "num_target_layers": 36,
+    "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None,
+    "tie_word_embeddings": False, "transformers_version": "4.57.1", "use_cache": True,
+    "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+
+
+def test_a_published_qwen3_drafter_reads_as_described() -> None:
+    config = parsed(QWEN3_8B, target=TargetFacts(4096, 36, 151936), fc_columns=5 * 4096)
+    assert (config.num_layers, config.hidden_size, config.intermediate_size) == (5, 4096, 12288)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (32, 8, 128)
+    assert (config.block_size, config.horizon, config.first_row) == (16, 15, 1)
+    assert config.target_layer_ids == (1, 9, 17, 25, 33) and config.mask_token_id == 151669
+    assert config.layers == (LayerRule(),) * 5 and config.rope_scaling is None
+    assert (config.rope_theta, config.layout, config.reduced_vocab) == (1e6, "z-lab", False)
+    # The same without the list of layer types, as older configurations have it, and with windows.
+    older = {k: v for k, v in QWEN3_8B.items() if k != "layer_types"}
+    target = TargetFacts(4096, 36, 151936)
+    assert parsed(older, target=target).layers == (LayerRule(),) * 5
+    sliding = {**older, "use_sliding_window": True, "sliding_window": 2048, "max_window_layers": 3}
+    assert parsed(sliding, target=target).layers == (LayerRule(),) * 3 + (LayerRule(True, 2048),) * 2
+
+
+HARMLESS = {
+    "transformers_version": "5.0", "torch_dtype": "bfloat16", "auto_map": {"AutoModel": "x.Y"},
+    "use_cache": True, "_name_or_path": "a/b", "initializer_range": 0.02, "attention_dropout": 0.1,
+    "bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": 0, "return_dict": True,
+    "output_attentions": False,
+    "id2label": {"0": "LABEL_0"}, "chunk_size_feed_forward": 0, "tie_word_embeddings": True,
+    "telepathy": None,
+}  # fmt: skip
+
+
+def test_keys_of_the_configuration_class_do_no_harm() -> None:
+    assert parsed({**layout("speculators"), **HARMLESS}) == parsed(layout("speculators"))
+    assert parsed(changed("speculators", inner=HARMLESS)) == parsed(layout("speculators"))
+    assert parsed({**layout("z-lab"), **HARMLESS}) == parsed(layout("z-lab"))
+    assert parsed(changed("z-lab", own={"dtype": "bfloat16", "telepathy": None})) == parsed(layout("z-lab"))
 
 
 def test_fc_must_be_as_wide_as_the_taps() -> None:
@@ -263,6 +313,32 @@ def test_a_reduced_vocabulary_must_be_consistent(
             built.config,
             dtype=torch.float32,
         )
+
+
+@pytest.mark.parametrize("name", ["z-lab", "speculators"])
+def test_a_drafters_own_head_is_used_in_place_of_the_targets(name: str, build: Callable[..., Any]) -> None:
+    built = build(layout(name))
+    target = Checkpoint(built.target_folder)
+    own = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+
+    def load(change: Callable[[dict[str, torch.Tensor]], Any]) -> Any:
+        files = edit(built.draft_folder, change)
+        return load_weights(files, target, built.config, dtype=torch.float64)
+
+    assert torch.equal(load(lambda t: None).head, built.head)
+    weights = load(lambda t: t.update({"lm_head.weight": own}))
+    assert torch.equal(weights.head, own) and weights.target_ids is None
+    # What its rows stand for may be said as well: nothing new, or another order.
+    maps = {"d2t": torch.zeros(VOCAB, dtype=torch.int64), "t2d": torch.ones(VOCAB, dtype=torch.bool)}
+    assert load(lambda t: t.update(maps)).target_ids is None
+    turned = torch.arange(VOCAB).flip(0)
+    assert torch.equal(load(lambda t: t.update(d2t=turned - torch.arange(VOCAB))).target_ids, turned)
+    for name in ("d2t", "t2d"):
+        load(lambda t, name=name: t.pop(name))
+    padded = load(lambda t: t.update({"lm_head.weight": torch.cat((own, own[:5]))}))
+    assert torch.equal(padded.head, own)
+    with pytest.raises(ConfigError, match=rf"lm_head.weight has shape \[{VOCAB - 1}, {HIDDEN}\]"):
+        load(lambda t: t.update({"lm_head.weight": own[1:].clone()}))
 
 
 def test_either_map_of_a_reduced_vocabulary_is_enough(build: Callable[..., Any]) -> None:

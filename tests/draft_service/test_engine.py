@@ -13,7 +13,8 @@ from draft_bench import PATIENCE_S, Bench, FakeInfo, key, same, text
 from tiny_drafters import VOCAB, layout
 
 from draft_service.ingest import LazyLimits
-from specbridge.errors import CapacityError, InvalidRequest, NotReady, Stale, Unsupported
+from draft_service.selfcheck import AcceptanceMonitor
+from specbridge.errors import CapacityError, InvalidRequest, NotReady, Stale, Unavailable, Unsupported
 from specbridge.rounds import DraftOpen, DraftResultKind, Propose, SamplingParams
 
 Make = Callable[..., Bench]
@@ -253,6 +254,25 @@ def test_rows_nobody_asked_for_are_appended_lazily_and_together(bench: Make) -> 
     same(b.propose(1, tokens, 23).tree, b.expected(tokens, 23))
 
 
+def test_a_lazy_append_takes_all_sessions_rows_in_one_pass(bench: Make) -> None:
+    b = bench(lazy=LazyLimits(rows=16, age_s=1000.0))
+    passes: list[int] = []
+    append = b.drafter.append
+    b.drafter.append = lambda pages, features, *rest: (  # type: ignore[method-assign]
+        passes.append(len(features)),
+        append(pages, features, *rest),
+    )[1]
+    texts = {n: text(40 + n, 40) for n in range(1, 9)}
+    for n, tokens in texts.items():
+        b.open(n, tokens[:5])
+    for n, tokens in texts.items():
+        b.chunk(n, tokens, 0, 2)
+    b.until(lambda: b.count("append_rows_total") == 16)
+    assert passes == [16] and b.count("appends_total", trigger="lazy") == 1
+    b.chunk(3, texts[3], 2, 6)
+    same(b.propose(3, texts[3], 6).tree, b.expected(texts[3], 6))
+
+
 def test_old_pending_rows_are_appended_in_the_end(bench: Make) -> None:
     b = bench(lazy=LazyLimits(rows=1000, age_s=0.02))
     tokens = text(14, 40)
@@ -330,6 +350,52 @@ def test_detached_means_not_ready_and_attaching_asks_for_all_sessions(bench: Mak
     assert b.engine.channel_state.transport == "shared_memory"
     b.chunk(1, one, 40, 44)
     same(b.propose(1, one, 44).tree, b.expected(one, 44))
+
+
+def test_another_target_voids_all_that_came_from_the_old_one(bench: Make) -> None:
+    monitor = AcceptanceMonitor(rounds=1, threshold=2.0)
+    b = bench(monitor=monitor)
+    one, two = text(19, 80), text(20, 80)
+    b.open(1, one[:40])
+    b.chunk(1, one, 0, 40)
+    b.propose(1, one, 40)
+    b.chunk(1, one, 40, 42)
+    b.open(2, two[:40])
+    b.chunk(2, two, 0, 40)
+    b.until(lambda: b.count("append_rows_total") >= 80)
+    b.send(releases=(key(2),))
+    b.results(1)
+    b.settle()
+    assert monitor.failed and b.count("pages_cached") == 2
+    b.engine.on_detached("the target went away")
+    b.engine.on_attached(FakeInfo())
+    b.engine.on_target_changed()
+    b.settle()
+    assert b.channel.recaptures[-1] == (key(1), 0, "restart") and b.count("target_changes_total") == 1
+    assert not monitor.failed and b.count("pages_cached") == b.count("pages_used") == 0
+    assert b.open(3, two[:40]).draft_prefix == 0 and b.open(4, one[:40]).draft_prefix == 0
+    # Rows from the old context's end on, asked for before it was known, don't fit any more.
+    b.chunk(1, one, 42, 44)
+    b.chunk(1, one, 0, 44)
+    same(b.propose(1, one, 44).tree, b.expected(one, 44))
+
+
+def test_new_sessions_are_refused_while_draining(bench: Make) -> None:
+    b = bench()
+    tokens = text(35, 40)
+    b.open(1, tokens[:10])
+    b.open(2, tokens[:10], session=key(2, 0, b"h" * 16), stream="gone")
+    b.engine.stream_closed("gone")
+    b.settle()
+    assert b.engine.traffic == 1  # nobody waits for those of a lost gateway
+    b.engine.drain()
+    assert isinstance(b.open(3, tokens[:10]).error, Unavailable)
+    b.chunk(1, tokens, 0, 10)
+    same(b.propose(1, tokens, 10).tree, b.expected(tokens, 10))
+    b.send(releases=(key(1),))
+    b.results(1)
+    b.settle()
+    assert b.engine.traffic == 0
 
 
 def test_sessions_opened_before_the_first_attach_are_asked_for(bench: Make) -> None:
@@ -440,6 +506,37 @@ def test_drafting_ahead_gives_the_same_trees(bench: Make) -> None:
     assert (
         b.count("eager_drafts_total", fate="used") == 2 and b.count("eager_drafts_total", fate="wasted") == 1
     )
+
+
+def test_drafting_ahead_stops_at_a_round_without_a_question(bench: Make) -> None:
+    b = bench(eager=True, lazy=LazyLimits(rows=1000, age_s=1000.0))
+    passes: list[int] = []
+    propose = b.proposer.propose
+    b.proposer.propose = lambda asks: (passes.extend([len(asks)] * bool(asks)), propose(asks))[1]  # type: ignore[method-assign]
+    one, two = text(33, 60), text(34, 60)
+    for number, tokens in ((1, one), (2, two)):
+        b.open(number, tokens[:10])
+        b.chunk(number, tokens, 0, 10)
+    b.propose(1, one, 10)
+    # The second session is not asked: neither its rows nor the wait for them cost a pass.
+    b.chunk(2, two, 10, 12)
+    b.chunk(1, one, 10, 12)
+    b.until(lambda: b.count("appends_total", trigger="eager") == 1)
+    b.settle()
+    assert passes == [1, 1]
+    # The gateway skips the draft from here on; what was grown in vain was the last.
+    for base in (12, 14, 16):
+        b.chunk(1, one, base, base + 2)
+        b.chunk(2, two, base, base + 2)
+        b.settle()
+    assert passes == [1, 1] and b.count("eager_drafts_total", fate="wasted") == 1
+    assert b.count("appends_total", trigger="eager") == 1
+    # Asked again, it is drafted for again.
+    same(b.propose(1, one, 18).tree, b.expected(one, 18))
+    b.chunk(1, one, 18, 20)
+    b.until(lambda: len(passes) == 4)
+    same(b.propose(1, one, 20).tree, b.expected(one, 20))
+    assert passes == [1, 1, 1, 1] and b.count("eager_drafts_total", fate="used") == 1
 
 
 def test_an_anchor_that_differs_from_the_announced_one_is_drafted_anew(bench: Make) -> None:

@@ -22,7 +22,7 @@ from tiny_drafters import HIDDEN, TARGET_LAYERS, VOCAB, layout
 from draft_service.config import DraftSettings
 from draft_service.loading import load_engine
 from draft_service.metrics import ChannelCollector, DraftMetrics
-from draft_service.server import DraftServicer, TargetLink
+from draft_service.server import DraftServicer, TargetLink, drain
 from protos import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2
 from specbridge import wire
 from specbridge.channel.base import ChannelLayout
@@ -49,15 +49,17 @@ PATIENCE_S = 20.0
 class FakeTarget(ChannelTarget):
     """A target service that knows who it is and can publish rows."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, fingerprint: str = "print") -> None:
         super().__init__(address, layout=ChannelLayout(WIDTH, "float32"))
+        self.fingerprint = fingerprint
 
     async def GetInfo(self, request: common_pb2.InfoRequest, context: Any) -> target_pb2.TargetInfo:
         return wire.target_info_to_pb(
             TargetInfo(
-                model_id="tiny", fingerprint="print", vocab_size=VOCAB, eos_token_ids=(), hidden_size=HIDDEN,
-                num_layers=TARGET_LAYERS, page_size=16, max_length=512, tp_size=1, max_sessions=8,
-                max_tree_nodes=64, total_pages=32, dtype="float32", device="cpu", instance=b"t" * 16,
+                model_id="tiny", fingerprint=self.fingerprint, vocab_size=VOCAB, eos_token_ids=(),
+                hidden_size=HIDDEN, num_layers=TARGET_LAYERS, page_size=16, max_length=512, tp_size=1,
+                max_sessions=8, max_tree_nodes=64, total_pages=32, dtype="float32", device="cpu",
+                instance=b"t" * 16,
             )
         )  # fmt: skip
 
@@ -197,6 +199,39 @@ async def test_the_service_answers_while_the_target_is_away_and_attaches_again(r
                 await asyncio.sleep(0.01)
             assert [e[1][:2] for e in target.events if e[0] == "recapture"] == [(key(1), 0)]
         await running.until_attached(False)
+
+
+async def test_a_target_with_other_weights_gets_no_cached_context(running: Running) -> None:
+    await running.serve()
+    rounds, tokens = Rounds(running.stub), text(6, 60)
+    prefixes = []
+    for number, fingerprint in enumerate(("one", "one", "two")):
+        async with FakeTarget(running.target_address, fingerprint) as target:
+            info = await running.until_attached()
+            assert info.target_fingerprint == fingerprint
+            item = DraftOpen(key(number), tuple(tokens[:40]), 40, SamplingParams())
+            prefixes.append((await rounds.ask(1, opens=(item,)))[0].draft_prefix)
+            target.publish(key(number), tokens, prefixes[-1], 40)
+            proposed = (await rounds.ask(1, proposes=(Propose(key(number), 40, tokens[40], 8, 5),)))[0]
+            assert proposed.kind is DraftResultKind.PROPOSED
+            await rounds.ask(1, releases=(key(number),))
+        assert not (await running.until_attached(False)).target_fingerprint
+    assert prefixes == [0, 32, 0]
+    assert running.metrics.registry.get_sample_value("specbridge_draft_target_changes_total") == 1
+
+
+async def test_a_drain_waits_for_open_sessions_and_no_longer(running: Running) -> None:
+    await running.serve()
+    rounds, tokens = Rounds(running.stub), text(7, 60)
+    await rounds.ask(1, opens=(DraftOpen(key(1), tuple(tokens[:9]), 9, SamplingParams()),))
+    engine = running.loaded.engine
+    await drain(engine, 0.2)
+    assert engine.traffic == 1
+    # Waits until the session ends, or the test's patience does.
+    ends = asyncio.create_task(drain(engine, 10 * PATIENCE_S))
+    released = (await rounds.ask(1, releases=(key(1),)))[0]
+    assert released.kind is DraftResultKind.RELEASED
+    await asyncio.wait_for(ends, PATIENCE_S)
 
 
 async def test_a_broken_stream_frees_its_sessions_after_the_lease(running: Running) -> None:

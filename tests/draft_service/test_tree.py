@@ -18,7 +18,6 @@ from draft_service.tree import (
     build_trees,
     build_trees_from_logits,
     noisy_log_probs,
-    top_tokens,
 )
 from kernels.philox import gumbel_noise
 from specbridge.tree import EMPTY_TREE, DraftTree
@@ -166,14 +165,6 @@ def test_no_tree_of_that_size_expects_more_accepted_nodes() -> None:
             if all(len(p) == 1 or p[:-1] in c for p in c)
         )
         assert ours >= max(map(expected, closed)) - 1e-9
-
-
-def test_top_tokens_equal_a_stable_sort() -> None:
-    for vocab, k in [(1, 1), (64, 64), (130, 1), (4160, 7), (4161, 64), (49152, 64)]:
-        scores = marginals(vocab, 2, 3, vocab, ties=True)
-        values, ids = top_tokens(scores, k)
-        want = torch.sort(scores, dim=-1, descending=True, stable=True)
-        assert torch.equal(ids, want.indices[..., :k]) and torch.equal(values, want.values[..., :k])
 
 
 def test_noise_shifts_the_tree_to_what_the_target_will_draw() -> None:

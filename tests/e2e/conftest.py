@@ -25,7 +25,9 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="module")
 def stack(tiny_models: tuple[Path, Path]) -> Iterator[RunningStack]:
     target, drafter = tiny_models
-    with running_stack(f"--target={target}", f"--draft={drafter}", "--dtype=float32", "--tree-budget=8") as running:
+    with running_stack(
+        f"--target={target}", f"--draft={drafter}", "--dtype=float32", "--tree-budget=8"
+    ) as running:
         yield running
 
 

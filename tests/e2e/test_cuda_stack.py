@@ -23,7 +23,13 @@ def test_cuda_stack_gives_transformers_greedy_text(tiny_models: tuple[Path, Path
         ids = tokenizer(prompt, return_tensors="pt")
         out = model.generate(**ids, max_new_tokens=40, do_sample=False)
         expected.append(tokenizer.decode(out[0, ids["input_ids"].shape[1] :], skip_special_tokens=True))
-    flags = (f"--target={target}", f"--draft={drafter}", "--dtype=float32", "--tree-budget=8", "--device=cuda")
+    flags = (
+        f"--target={target}",
+        f"--draft={drafter}",
+        "--dtype=float32",
+        "--tree-budget=8",
+        "--device=cuda",
+    )
     with running_stack(*flags, timeout_s=200) as stack:
         for prompt, text in zip(prompts, expected, strict=True):
             body = {"model": "target", "prompt": prompt, "max_tokens": 40, "temperature": 0}

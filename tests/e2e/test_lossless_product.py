@@ -1,7 +1,7 @@
-"""The full product on tiny models in fp64: the text is plain decoding's, token for token, whatever is drafted.
+"""The product on tiny models in fp64: the text is plain decoding's, token for token, whatever was drafted.
 
-Two oracles, no tolerance: plain decoding on transformers by the letter of the commit rule (plain_decoding), and the
-same product with speculation off. Each case ends with nothing left: no session, page or ring slot.
+Two oracles, no tolerance: plain decoding on transformers by the letter of the commit rule (plain_decoding),
+and the same product with speculation off. Each case ends with nothing left: no session, page or ring slot.
 """
 
 from __future__ import annotations
@@ -88,9 +88,7 @@ def prompt(i: int, length: int | None = None) -> tuple[int, ...]:
     return tuple((37 * i + 11 * j + j * j) % 250 for j in range(length or 3 + 5 * i))
 
 
-def scripts(
-    name: str, plain: PlainDecoding, texts: Sequence[Sequence[int]]
-) -> Script | None:
+def scripts(name: str, plain: PlainDecoding, texts: Sequence[Sequence[int]]) -> Script | None:
     if name == "random":
         return None
     if name == "oracle":
@@ -99,7 +97,7 @@ def scripts(
 
 
 def expected_acceptance(tokens: int, limit: int) -> list[int]:
-    """Nodes that an oracle's trees of depth `limit` get accepted, round by round; the first token is the prefill's."""
+    """Nodes of an oracle's trees of depth `limit` accepted, round by round, after the prefill's token."""
     accepted, remaining = [], tokens - 1
     while remaining:
         accepted.append(min(limit, remaining - 1))
@@ -160,8 +158,8 @@ def test_text_is_that_of_plain_decoding(bench: Bench, case: dict[str, Any]) -> N
         turns = [(*p, *text, 5, 6, 7) for p, text in zip(prompts, first.tokens, strict=True)]
         second = check(bench, case, turns)
         for turn, text in zip(turns, second.texts, strict=True):
-            # What the first turn committed is in pages, and the whole ones are found. Hidden states of the last
-            # round may reach the draft after the release: then its own last pages are not full.
+            # What the first turn committed is in pages, and the whole ones are found. Hidden states of the
+            # last round may reach the draft after the release: then its own last pages are not full.
             full = (len(turn) - 4) // 16 * 16
             late = product.horizon // 16 * 16 + 16 if case["budget"] else 0
             assert max(full - late, 16) <= text.events[0].cached_tokens <= full
@@ -179,7 +177,7 @@ def test_cases_cover_what_is_asked_for() -> None:
 def test_the_target_as_its_own_drafter_is_always_right_through_the_shared_noise(
     bench: Bench, service: str
 ) -> None:
-    """At T > 0 the drafter's logits alone do not say which token comes: only the same noise, in the same place, does."""
+    """At T > 0 logits alone do not say which token comes: only the same noise in the same place does."""
     product, plain = bench.product(service), bench.plain(service)
     prompts, count = [prompt(i) for i in range(6)], 40
     sampling = SamplingParams(temperature=1.3)
@@ -189,9 +187,7 @@ def test_the_target_as_its_own_drafter_is_always_right_through_the_shared_noise(
     full = expected_acceptance(count, product.horizon)
 
     def run(noise_of: str) -> Run:
-        requests = [
-            request_for(p, sampling, seed=7 + i, max_tokens=count) for i, p in enumerate(prompts)
-        ]
+        requests = [request_for(p, sampling, seed=7 + i, max_tokens=count) for i, p in enumerate(prompts)]
         script = target_itself(texts, logits)
         product.proposer.limit_top_k(1)
         real = product.proposer._noise
@@ -206,7 +202,7 @@ def test_the_target_as_its_own_drafter_is_always_right_through_the_shared_noise(
     shared = run("the same")
     nothing_fell_back(shared)
     assert [accepted(shared, i) for i in range(len(prompts))] == [[n for n in full if n]] * len(prompts)
-    # The same comparison can fail: noise of the neighbouring positions makes another text, yet not another output.
+    # The comparison can fail: noise of the neighbouring positions gives other trees, yet no other text.
     wrong = run("a position late")
     assert wrong.tokens == shared.tokens == expected
     assert wrong.tokens_per_round < 0.5 * shared.tokens_per_round
@@ -222,7 +218,9 @@ def test_many_seeds_give_the_committed_text_of_each(bench: Bench) -> None:
     product, plain = bench.product("llama-8-shared"), bench.plain("llama-8-shared")
     sampling, start, seeds = SamplingParams(temperature=1.0, top_p=0.95), prompt(2), range(-30, 30)
     run = product.run(
-        [request_for(start, sampling, seed=seed, max_tokens=4) for seed in seeds], budget=7, max_verify_rows=512
+        [request_for(start, sampling, seed=seed, max_tokens=4) for seed in seeds],
+        budget=7,
+        max_verify_rows=512,
     )
     expected = plain.texts([start] * len(seeds), sampling, seeds=seeds, count=4)
     assert run.tokens == expected
@@ -252,7 +250,7 @@ def test_stop_ids_end_the_text_inside_a_block(bench: Bench, drafter: str, at: in
 
 
 def test_mixed_requests_do_not_disturb_each_other(bench: Bench) -> None:
-    """Greedy, sampled and filtered requests, with and without speculation, of different lengths, in one batch."""
+    """Greedy, sampled and filtered, with and without speculation, of different lengths, in one batch."""
     service = "qwen2-8-chunk16"
     product, plain = bench.product(service), bench.plain(service)
     kinds = [*SAMPLINGS.values(), SamplingParams(), SamplingParams(temperature=2.0)]

@@ -39,9 +39,7 @@ def test_twenty_prompts(model_folder: Path, near_ties: NearTies) -> None:
     prompts = chat_prompts(model_folder, PROMPTS)
     model = PlainDecoding(model_folder, torch.float32)
     expected = generate(model, prompts)
-    requests = [
-        request_for(p, SamplingParams(), max_tokens=TOKENS, ignore_eos=False) for p in prompts
-    ]
+    requests = [request_for(p, SamplingParams(), max_tokens=TOKENS, ignore_eos=False) for p in prompts]
     defaults = SchedulerLimits()
     with real_product(model_folder) as product:
         # As many at once as leave each its default tree.

@@ -37,7 +37,9 @@ async def stream(client: httpx.AsyncClient, i: int, started: asyncio.Event | Non
 @pytest.fixture(scope="module")
 def own_stack(tiny_models: tuple[Path, Path]):  # type: ignore[no-untyped-def]
     target, drafter = tiny_models
-    with running_stack(f"--target={target}", f"--draft={drafter}", "--dtype=float32", "--tree-budget=8") as running:
+    with running_stack(
+        f"--target={target}", f"--draft={drafter}", "--dtype=float32", "--tree-budget=8"
+    ) as running:
         yield running
 
 

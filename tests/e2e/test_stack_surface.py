@@ -1,4 +1,5 @@
-"""Through real processes: the OpenAI client, gRPC with reflection and health, /metrics, many clients, cancels."""
+"""Through real processes: the OpenAI client, gRPC with reflection and health, /metrics, many clients,
+cancels."""
 
 from __future__ import annotations
 
@@ -32,13 +33,17 @@ def expected(tiny_models: tuple[Path, Path]) -> str:
 
     model = AutoModelForCausalLM.from_pretrained(tiny_models[0], dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(tiny_models[0])
-    ids = tokenizer.apply_chat_template(PROMPT, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    ids = tokenizer.apply_chat_template(
+        PROMPT, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     out = model.generate(**ids, max_new_tokens=48, do_sample=False)
     return tokenizer.decode(out[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 def test_openai_client_gets_transformers_text(client: openai.OpenAI, expected: str) -> None:
-    reply = client.chat.completions.create(model=_model(client), messages=PROMPT, max_tokens=48, temperature=0)
+    reply = client.chat.completions.create(
+        model=_model(client), messages=PROMPT, max_tokens=48, temperature=0
+    )
     assert reply.choices[0].message.content == expected
     assert reply.usage is not None and reply.usage.completion_tokens == 48
     assert reply.choices[0].finish_reason == "length"
@@ -66,7 +71,12 @@ def test_openai_client_streams_the_same(client: openai.OpenAI, expected: str) ->
 def test_completions_and_seeded_sampling_repeat(client: openai.OpenAI) -> None:
     def ask(seed: int) -> str:
         reply = client.completions.create(
-            model=_model(client), prompt="abc", max_tokens=32, temperature=1.0, seed=seed, extra_body={"top_k": 50}
+            model=_model(client),
+            prompt="abc",
+            max_tokens=32,
+            temperature=1.0,
+            seed=seed,
+            extra_body={"top_k": 50},
         )
         return reply.choices[0].text
 
@@ -110,13 +120,19 @@ def test_counters_reconcile_with_usage(stack: RunningStack, client: openai.OpenA
     def gained(name: str) -> float:
         return sum(v - before.get(k, 0.0) for k, v in after.items() if k.split("{")[0] == name)
 
-    assert gained("specbridge_gateway_generation_tokens_total") == sum(u.completion_tokens for u in usage if u)
+    assert gained("specbridge_gateway_generation_tokens_total") == sum(
+        u.completion_tokens for u in usage if u
+    )
     assert gained("specbridge_gateway_prompt_tokens_total") == sum(u.prompt_tokens for u in usage if u)
 
 
 async def test_sixty_four_concurrent_clients_get_their_own_text(stack: RunningStack) -> None:
     async def ask(client: httpx.AsyncClient, i: int) -> str:
-        body = {"messages": [{"role": "user", "content": f"number {i % 16}"}], "max_tokens": 24, "temperature": 0}
+        body = {
+            "messages": [{"role": "user", "content": f"number {i % 16}"}],
+            "max_tokens": 24,
+            "temperature": 0,
+        }
         reply = await client.post("/v1/chat/completions", json={**body, "model": "target"})
         assert reply.status_code == 200, reply.text
         return str(reply.json()["choices"][0]["message"]["content"])
@@ -130,14 +146,22 @@ async def test_sixty_four_concurrent_clients_get_their_own_text(stack: RunningSt
 
 async def test_cancel_storm_leaves_nothing_behind(stack: RunningStack) -> None:
     async def start_and_leave(client: httpx.AsyncClient, i: int) -> None:
-        body = {"model": "target", "prompt": f"storm {i}", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+        body = {
+            "model": "target",
+            "prompt": f"storm {i}",
+            "max_tokens": 200,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
         if i % 2:  # a streaming client that goes away after the first line
             async with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
                 async for _ in response.aiter_lines():
                     break
         else:  # one that waits for the whole text and gives up
             with pytest.raises(httpx.TimeoutException):
-                await client.post("/v1/completions", json=body, timeout=httpx.Timeout(60, read=0.05 + 0.01 * (i % 10)))
+                await client.post(
+                    "/v1/completions", json=body, timeout=httpx.Timeout(60, read=0.05 + 0.01 * (i % 10))
+                )
 
     async with httpx.AsyncClient(base_url=stack.url, timeout=60) as client:
         for _ in range(3):

@@ -16,7 +16,9 @@ from gateway.scheduler import Scheduler
 from specbridge.errors import CapacityError, ConfigError, InvalidRequest, Unavailable, Unsupported
 from specbridge.rounds import FinishReason, SamplingParams, StopParams
 
-LIMITS = SchedulerLimits(min_tree=1, max_verify_rows=256, reopen_backoff=0.002, open_timeout=0.2)
+LIMITS = SchedulerLimits(
+    tree_budget=16, min_tree=1, max_verify_rows=256, reopen_backoff=0.002, open_timeout=0.2
+)
 
 
 def services(*, delay: float = 0.0) -> tuple[FakeTarget, FakeDraft]:

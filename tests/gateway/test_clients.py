@@ -81,8 +81,8 @@ def test_connect_send_reset_and_close(tmp_path: Path) -> None:
         kinds = [r.kind for reply in listener.replies for r in reply.results]
         assert kinds == [TargetResultKind.OPENED, TargetResultKind.FIRST]
         client.reset("it does not answer")
-        await until(lambda: len(listener.infos) == 2)
-        assert listener.reasons == ["it does not answer"] and servicer.streams == 2
+        await until(lambda: len(listener.infos) == 2 and servicer.streams == 2)
+        assert listener.reasons == ["it does not answer"]
         # What was sent just before close still arrives.
         client.send(TargetRequest(2, releases=(SessionKey(b"g" * 16, 1),)))
         await client.close()
@@ -109,6 +109,69 @@ def test_reconnects_to_a_restarted_service(tmp_path: Path) -> None:
         server, _ = await serve_target(FakeTarget(), address)
         await until(lambda: client.connected)
         assert len(listener.infos) == 2 and listener.infos[0].instance != listener.infos[1].instance
+        await client.close()
+        await server.stop(0)
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    "where", ["on_connected", "on_reply", "on_disconnected", "_from_pb", "_info_from_pb"]
+)
+def test_a_defect_in_a_callback_or_conversion_costs_one_stream(
+    tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is logged with its traceback, the listener hears of the end, and the client connects again."""
+
+    async def body() -> None:
+        server, _ = await serve_target(FakeTarget(), f"unix:{tmp_path}/t")
+        client, listener = GrpcTargetClient(f"unix:{tmp_path}/t"), Listener()
+        owner: Any = GrpcTargetClient if where.startswith("_") else Listener
+        honest = getattr(owner, where)
+        failures = 0
+
+        def once(*args: Any) -> Any:
+            nonlocal failures
+            if not failures:
+                failures += 1
+                raise ZeroDivisionError(where)
+            return honest(*args)
+
+        monkeypatch.setattr(owner, where, staticmethod(once) if where.startswith("_") else once)
+        client.start(listener)
+        if where not in ("on_connected", "_info_from_pb"):
+            await until(lambda: client.connected)
+            client.send(open_request(1))
+            await until(lambda: failures or listener.replies)
+            if where == "on_disconnected":
+                client.reset("to be told")
+        await until(lambda: failures and client.connected)
+        assert (
+            client.connected and "Traceback" in caplog.text and f"ZeroDivisionError: {where}" in caplog.text
+        )
+        if where not in ("_info_from_pb", "on_disconnected"):
+            assert listener.reasons == [f"ZeroDivisionError: {where}"]
+        client.send(open_request(2))
+        await until(lambda: any(r.results[0].session.number == 2 for r in listener.replies))
+        await client.close()
+        await server.stop(0)
+
+    run(body)
+
+
+def test_a_request_that_cannot_be_converted_breaks_the_stream(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Left alone, everything sent behind it would wait for its time-out."""
+
+    async def body() -> None:
+        server, servicer = await serve_target(FakeTarget(), f"unix:{tmp_path}/t")
+        client, listener = GrpcTargetClient(f"unix:{tmp_path}/t"), Listener()
+        client.start(listener)
+        await until(lambda: client.connected)
+        client.send(TargetRequest(-1))  # no uint64
+        await until(lambda: len(listener.infos) == 2 and servicer.streams == 2)
+        assert "ValueError" in listener.reasons[0] and "can't be converted" in caplog.text
         await client.close()
         await server.stop(0)
 

@@ -189,14 +189,14 @@ def test_draft_refuses_opens() -> None:
     assert sum(r.nodes for r in observer.rounds) == 0
 
 
-def test_draft_for_another_target_is_not_asked() -> None:
+def test_draft_for_another_target_is_not_asked(caplog: pytest.LogCaptureFixture) -> None:
     target, draft = services()
     draft.target_fingerprint = "someone-else"
     observer = Recorder()
 
     async def body(scheduler: Scheduler) -> None:
         await check_texts(scheduler, requests(1))
-        assert "someone-else" in scheduler.speculation_off
+        assert "speculation is off: the draft reads target 'someone-else'" in caplog.text
 
     run_scheduler(body, target, draft, limits=FAST, observer=observer)
     assert draft.proposes == 0 and not draft.opens

@@ -280,6 +280,34 @@ async def test_not_serving_until_the_target_is_there_then_drain(tmp_path: Path) 
         await server.stop(0)
 
 
+async def test_a_target_with_another_vocabulary_keeps_the_process_not_serving(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own, target_at = (f"unix:{tmp_path}/{name}" for name in ("own", "target"))
+    folder = model_folder(tmp_path)
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": [EOS, 7]}))
+    settings = load(
+        GatewaySettings,
+        target=str(folder),
+        target_address=target_at,
+        grpc_listen=own,
+        http_port=free_port(),
+        drain=0.1,
+    )
+    server, _ = await serve_target(FakeTarget(), target_at)
+    stop = asyncio.Event()
+    gateway = asyncio.create_task(serve(settings, stop=stop))
+    await until(lambda: "not serving: the tokenizer's end-of-text ids are [0, 7]" in caplog.text)
+    assert await health_of(own) == health_pb2.HealthCheckResponse.NOT_SERVING
+    async with grpc.aio.insecure_channel(own) as channel:
+        with pytest.raises(grpc.aio.AioRpcError, match="--target") as caught:
+            await generate(channel, text="x")
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    stop.set()
+    await asyncio.wait_for(gateway, 10)
+    await server.stop(0)
+
+
 async def test_addresses_that_are_taken_are_configuration_errors(tmp_path: Path) -> None:
     folder = model_folder(tmp_path)
     taken = await asyncio.start_server(lambda r, w: None, "127.0.0.1", 0)

@@ -181,6 +181,14 @@ async def test_parameters_reach_the_scheduler(surface: Surface) -> None:
     assert (request.cache_salt, request.hold_back) == (b"t", True)
 
 
+async def test_more_stop_ids_than_the_target_takes_are_refused_here(surface: Surface) -> None:
+    fine = await post(surface, stop_token_ids=[1] * 256)
+    assert fine.status_code == 200
+    refused = await post(surface, stop_token_ids=[1] * 257)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "stop_token_ids"
+    assert "257" in refused.json()["error"]["message"]
+
+
 async def test_a_seed_is_drawn_reported_and_survives_doubles(surface: Surface) -> None:
     seeds = [(await post(surface)).json()["seed"] for _ in range(2)]
     assert seeds == [g.request.seed for g in surface.scheduler.generations]

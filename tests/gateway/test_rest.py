@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import re
@@ -461,6 +462,66 @@ async def test_usage_counters_and_releases_reconcile_over_the_real_scheduler() -
         value(text, f'spec_decode_accepted_tokens_per_position_total{{position="{p}"}}') for p in range(64)
     )
     assert positions == value(text, "spec_decode_accepted_tokens_total") > 0
+
+
+@pytest.mark.parametrize("speculate", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_stop_string_across_two_events_leaves_counters_at_usage(
+    speculate: bool, stream: bool
+) -> None:
+    """The first half of the stop string was handed out by the scheduler before the second ends the text."""
+    target, draft = FakeTarget(delay=0.001), FakeDraft(oracle)
+    linked(target, draft)
+    metrics = GatewayMetrics(CollectorRegistry())
+    limits = SchedulerLimits(tree_budget=4, min_tree=1)
+    scheduler = Scheduler(target, draft if speculate else None, limits=limits, observer=metrics)
+    service = CompletionService(scheduler, letters_tokenizer(), names=["toy"])
+    await scheduler.start()
+    await scheduler.wait_ready(5.0)
+    service.phase = Phase.SERVING
+    app = create_app(service, metrics)
+    transport = httpx.ASGITransport(app)
+    paid = accepted = 0
+    async with httpx.AsyncClient(transport=transport, base_url="http://surface") as client:
+        for at in range(3, 13):  # wherever the blocks begin, some of these stops span two events
+            fields: dict[str, Any] = {"prompt": [5, 2], "max_tokens": 30, "ignore_eos": True, "seed": 4}
+            full = (await client.post(PLAIN, json=fields)).json()
+            stop = full["choices"][0]["text"][at : at + 2]
+            options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+            cut = await client.post(PLAIN, json={**fields, "stop": stop, **options})
+            last: dict[str, Any] = {}
+            for event in (e for e in sse_events(cut.text) if e != "[DONE]") if stream else [cut.json()]:
+                last.update((name, found) for name, found in event.items() if found)
+            assert last["usage"]["completion_tokens"] == at and last["choices"][0]["stop_reason"] == stop
+            for body in (full, last):
+                paid += body["usage"]["completion_tokens"]
+                accepted += body["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"]
+        await until(lambda: scheduler.running == 0)
+        text = (await client.get("/metrics")).text
+    await scheduler.close()
+    assert value(text, "generation_tokens_total") == paid
+    assert value(text, "spec_decode_accepted_tokens_total") == accepted and bool(accepted) == speculate
+
+
+async def test_a_target_that_the_tokenizer_does_not_fit_is_not_served(
+    surface: Surface, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = surface.scheduler.info
+    assert good is not None and surface.service.healthy
+    for change, said in (
+        ({"vocab_size": good.vocab_size - 1}, f"the target's model only {good.vocab_size - 1}"),
+        ({"eos_token_ids": (1, 2)}, r"the target's [1, 2]"),
+    ):
+        caplog.clear()
+        surface.scheduler.info = dataclasses.replace(good, **change)
+        async with surface.client() as client:
+            health = await client.get("/health")
+            refused = await client.post(PLAIN, json={"prompt": "a"})
+        assert health.status_code == refused.status_code == 503
+        assert said in health.json()["status"] and said in refused.json()["error"]["message"]
+        assert caplog.text.count("not serving: the tokenizer") == 1 and said in caplog.text
+    surface.scheduler.info = dataclasses.replace(good, eos_token_ids=(), vocab_size=good.vocab_size + 24)
+    assert surface.service.healthy, "a padded vocabulary, and a model that names no end of text, are fine"
 
 
 def value(text: str, name: str) -> float:

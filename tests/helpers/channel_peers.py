@@ -19,6 +19,7 @@ from typing import Any
 import grpc
 
 from protos import target_pb2, target_pb2_grpc
+from specbridge.channel.attachment import Reservation
 from specbridge.channel.base import AttachedInfo, ChannelLayout, ReceivedChunk
 from specbridge.channel.consumer import HiddenStateClient
 from specbridge.channel.producer import HiddenStateServer
@@ -109,6 +110,16 @@ class ChannelDraft:
     async def until_attached(self, times: int = 1) -> AttachedInfo:
         await until(lambda: len(self.attached) >= times)
         return self.attached[-1]
+
+
+def reserve_within(channel: HiddenStateServer, rows: int, seconds: float) -> Reservation | None:
+    """As an engine's thread that polls: until there is room, the draft is gone or the time is over."""
+    end = time.monotonic() + seconds
+    while True:
+        reservation = channel.reserve(rows)
+        if reservation is not None or not channel.attached or time.monotonic() >= end:
+            return reservation
+        time.sleep(0.001)
 
 
 async def until(condition: Callable[[], bool], timeout: float = 20.0) -> None:

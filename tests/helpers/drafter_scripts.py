@@ -71,8 +71,8 @@ def adversary(
 ) -> Callable[[Sequence[Ask], torch.Tensor], torch.Tensor]:
     """Plausible and wrong, in a way that changes from round to round.
 
-    Tokens that the target itself likes second best stand before the true one, the tree is the true text moved by
-    one position, or the true token leads at every other depth and a likely sibling in between.
+    Tokens that the target itself likes second best stand before the true one, the tree is the true text moved
+    by one position, or the true token leads at every other depth and a likely sibling in between.
     """
     known = Known(texts)
 
@@ -99,6 +99,11 @@ def adversary(
 
 
 def swapped(asks: Sequence[Ask], logits: torch.Tensor) -> torch.Tensor:
-    """The drafter's best and third-best token change places at every depth: needs no known text."""
+    """In every other round a session's best and third-best token change places at every depth.
+
+    Needs no known text, and is wrong where the drafter is sure.
+    """
     best = logits.topk(3, dim=-1)
-    return logits.scatter(-1, best.indices.flip(-1), best.values)
+    wrong = logits.scatter(-1, best.indices.flip(-1), best.values)
+    odd = torch.tensor([ask.session.sequence.length % 2 == 1 for ask in asks])
+    return torch.where(odd[:, None, None], wrong, logits)

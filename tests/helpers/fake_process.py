@@ -1,6 +1,7 @@
 """A stand-in for a service process: answers health checks and misbehaves as told. Run as a script.
 
 usage: fake_process.py ADDRESS [--serve-after S] [--exit-after S --code N] [--ignore-term] [--say TEXT]
+       [--freeze-after S: answer nothing any more] [--unready-after S: NOT_SERVING from then on]
        [--once FILE: misbehave only while FILE does not exist] [--child: start a process of its own]
        [--drain S: seconds between SIGTERM and the end] [--log FILE: append what happens]
 """
@@ -32,6 +33,8 @@ async def main() -> int:
     parser.add_argument("--name", default="fake")
     parser.add_argument("--serve-after", type=float, default=0.0)
     parser.add_argument("--exit-after", type=float)
+    parser.add_argument("--freeze-after", type=float)
+    parser.add_argument("--unready-after", type=float)
     parser.add_argument("--code", type=int, default=1)
     parser.add_argument("--ignore-term", action="store_true")
     parser.add_argument("--say", default="")
@@ -65,6 +68,10 @@ async def main() -> int:
     while not stop.is_set():
         if misbehave and args.exit_after is not None and time.monotonic() - began >= args.exit_after:
             os._exit(args.code)
+        if misbehave and args.freeze_after is not None and time.monotonic() - began >= args.freeze_after:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if misbehave and args.unready_after is not None and time.monotonic() - began >= args.unready_after:
+            await server.set_not_serving()
         await asyncio.sleep(0.02)
     note(args, "term")
     await asyncio.sleep(args.drain)

@@ -1,7 +1,8 @@
 """Plain decoding on transformers, by the letter of the commit rule: the oracle of the lossless tests.
 
-Logits come from transformers' model, filters are its warpers, the noise is kernels.philox's (pinned by published
-vectors in tests/kernels): nothing of the services takes part. Also: the gap that tells a rounding from a mistake.
+Logits come from transformers' model, filters are its warpers, the noise is kernels.philox's (pinned by
+published vectors in tests/kernels): nothing of the services takes part. Also: the gap that tells a rounding
+from a mistake.
 """
 
 from __future__ import annotations

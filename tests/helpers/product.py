@@ -1,12 +1,13 @@
 """The full product in one process: real engines, the real hidden-state channel, the real scheduler.
 
-`LiveProduct` loads both services as their processes do (loaders, engines on threads of their own), joins them by
-a HiddenStates stream over gRPC on a Unix socket, and runs the gateway's Scheduler over in-process clients whose
-messages go through the wire types. Only the Rounds streams' sockets and the process borders are missing. It owns
-an event loop on a thread, so that tests stay plain functions.
+`LiveProduct` loads both services as their processes do (loaders, engines on threads of their own), joins them
+by a HiddenStates stream over gRPC on a Unix socket, and runs the gateway's Scheduler over in-process clients
+whose messages go through the wire types. Only the Rounds streams' sockets and process borders are missing. It
+owns an event loop on a thread, so that tests stay plain functions.
 
-`ScriptedProposer` is the draft's own proposer with a hook behind the drafter: a script sees the real logits and may
-replace them, which is how oracles and adversaries get in. Appends, context, noise and tree build stay the real ones.
+`ScriptedProposer` is the draft's own proposer with a hook behind the drafter: a script sees the real logits
+and may replace them, which is how oracles and adversaries get in. Appends, context, noise and tree build stay
+the real ones.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from target_service.metrics import TargetMetrics
 from target_service.server import TargetServicer, connect_channel, load_engine
 
 Script = Callable[[Sequence[Ask], torch.Tensor], torch.Tensor]
-"""(asks, the drafter's logits [asks, depth, vocab]) -> logits to grow the trees from. On the draft's thread."""
+"""(asks, the drafter's logits [asks, depth, vocab]) -> logits to grow trees from. On the draft's thread."""
 
 PROPOSE_WAIT_S = 10.0
 """Longer than any step here takes: a fallback would be a tree that a test has not seen."""
@@ -235,7 +236,7 @@ class LiveProduct:
                 await scheduler.close()
 
     def leftovers(self) -> dict[str, float]:
-        """Sessions, pages and ring slots in use by anybody, as /metrics would tell; prefixes kept do not count."""
+        """Sessions, pages and ring slots in use, as /metrics would tell; kept prefixes do not count."""
         found = {
             name: self.target_metrics.registry.get_sample_value(f"specbridge_target_{name}")
             for name in ("sessions", "sessions_running", "kv_pages_used", "channel_ring_used")

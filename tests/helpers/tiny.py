@@ -1,6 +1,7 @@
 """Tiny random models on disk: a target of any supported family and a DFlash drafter for it.
 
-The tokenizer is byte-level with one id per byte plus a few special tokens, so that any text and any id round-trips.
+The tokenizer is byte-level with one id per byte plus a few special tokens, so that any text and any id
+round-trips.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ VOCAB_SIZE = 320
 EOS_ID = 258
 MASK_ID = 259
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' "
-    "+ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "
+    "+ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
 
@@ -57,7 +58,8 @@ def make_target(
     scale: float = 0.35,
     **extra: Any,
 ) -> Path:
-    """Write a random target. `scale` (std of the weights) is large so that greedy text does not loop at once."""
+    """Write a random target. `scale` (std of the weights) is large so that greedy text does not loop at
+    once."""
     folder.mkdir(parents=True, exist_ok=True)
     head_dim = hidden // heads
     architectures = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}

@@ -3,8 +3,12 @@ compute it."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import attention
 from kernels.attention import (
@@ -235,3 +239,78 @@ def test_the_way_of_other_devices_equals_too(rows: int) -> None:
             atol=1e-10,
             rtol=1e-10,
         )
+
+
+def test_mask_is_row_major_over_the_pass_alone() -> None:
+    """Prefix of 3, tree of 2 below the anchor: mask[s, i, j] is row i looking at row j; the prefix has no
+    columns in it and is seen by every row."""
+    keys = torch.eye(6, dtype=torch.float64) * 0.0  # equal scores: every row weighs what it sees equally
+    values = torch.eye(6, dtype=torch.float64)  # value n is unit vector n, so the output tells what was seen
+    pages = torch.zeros(2, PAGE, 1, 6, dtype=torch.float64)
+    pages_v = pages.clone()
+    pages_v[1, :3, 0] = values[:3]
+    context = PagedContext(pages, pages_v, torch.tensor([[1]]), torch.tensor([3]))
+    # Anchor 0; nodes 1 and 2 are siblings below it: neither sees the other.
+    mask = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]], dtype=torch.bool)
+    out = split_attention(
+        torch.ones(1, 3, 1, 6, dtype=torch.float64),
+        keys[None, 3:, None],
+        values[None, 3:, None],
+        context,
+        mask,
+        scale=1.0,
+    )
+    seen = [[0, 1, 2, 3], [0, 1, 2, 3, 4], [0, 1, 2, 3, 5]]
+    for row, columns in enumerate(seen):
+        want = torch.zeros(6, dtype=torch.float64)
+        want[columns] = 1 / len(columns)
+        torch.testing.assert_close(out[0, row, 0], want)
+
+
+class Allocations(TorchDispatchMode):
+    """The bytes of the largest tensor that an operation made, and of the largest mask among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = self.largest_mask = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves(made):
+            if isinstance(tensor, torch.Tensor) and not func.is_view:
+                size = tensor.untyped_storage().nbytes()
+                self.largest = max(self.largest, size)
+                if tensor.dtype == torch.bool:
+                    self.largest_mask = max(self.largest_mask, size)
+        return made
+
+
+@pytest.mark.parametrize("windowed", [False, True], ids=["whole", "window"])
+def test_a_long_prefix_needs_no_mask_and_no_copy(windowed: bool) -> None:
+    """cases.md 40: a tree of 64 over a prefix of 32 k. Only scores may have rows x context elements."""
+    prefix, rows, heads, kv, d, page = 32768, 65, 4, 2, 8, 16
+    g = torch.Generator().manual_seed(0)
+    pages = torch.randn(2, prefix // page, page, kv, d, generator=g)
+    context = PagedContext(
+        pages[0], pages[1], torch.arange(prefix // page)[None], torch.tensor([prefix], dtype=torch.int64)
+    )
+    q, k, v = (torch.randn(1, rows, n, d, generator=g) for n in (heads, kv, kv))
+    mask = ancestor_mask(rows, g)[None]
+    start = torch.full((1, rows), prefix - 4096) + torch.arange(rows)[None] // 9 if windowed else None
+    with Allocations() as seen:
+        plan = plan_attention(
+            context.page_table,
+            context.lengths,
+            mask,
+            rows=rows,
+            page_size=page,
+            dtype=torch.float32,
+            device="cpu",
+            window_start=start,
+        )
+        got = split_attention(q, k, v, context, mask, scale=0.3, window_start=start, plan=plan)
+    width = 4096 if windowed else prefix
+    assert seen.largest_mask <= rows * 4096, "no mask over the context beyond a window's"
+    assert seen.largest <= 4 * rows * heads * (width + rows) + 4096
+    want = split_attention_reference(q, k, v, context, mask, scale=0.3, window_start=start)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)

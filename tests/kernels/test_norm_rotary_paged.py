@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from kernels.activation import silu_mul
 from kernels.norm import add_rms_norm, rms_norm, rms_norm_reference
-from kernels.paged import append_rows, gather_context, slots_of
+from kernels.paged import append_rows, gather_context
 from kernels.rotary import apply_rotary, rotary_tables, scaling_type
 
 
@@ -122,8 +122,9 @@ def test_append_then_gather_gives_the_rows_back() -> None:
     k_pages, v_pages = torch.zeros(6, 4, 2, 3), torch.zeros(6, 4, 2, 3)
     pages = torch.tensor([4, 1, 3])
     k, v = torch.randn(9, 2, 3), torch.randn(9, 2, 3)
-    append_rows(k_pages, v_pages, slots_of(pages, 0, 5, 4), k[:5], v[:5])
-    append_rows(k_pages, v_pages, slots_of(pages, 5, 4, 4), k[5:], v[5:])
+    slots = torch.tensor([16, 17, 18, 19, 4, 5, 6, 7, 12])
+    append_rows(k_pages, v_pages, slots[:5], k[:5], v[:5])
+    append_rows(k_pages, v_pages, slots[5:], k[5:], v[5:])
     assert torch.equal(gather_context(k_pages, pages)[:9], k)
     assert torch.equal(gather_context(v_pages, pages[None])[0, :9], v)
     untouched = [0, 2, 5]

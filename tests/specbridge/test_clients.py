@@ -21,9 +21,9 @@ from specbridge.clients import (
     Summary,
     is_serving,
     wait_attached,
-    wait_serving,
 )
 from specbridge.server import Server, typed_errors
+from specbridge.watch import until_serving
 
 FINAL = gateway_pb2.Final(
     finish_reason=common_pb2.FINISH_REASON_LENGTH,
@@ -136,12 +136,13 @@ async def test_health_is_asked_until_it_serves(tmp_path: Path) -> None:
     assert not await is_serving(f"unix:{tmp_path}/nobody.sock")
     async with running(tmp_path, Gateway()) as server:
         assert not await is_serving(server.bound)
-        waiting = asyncio.create_task(wait_serving(server.bound, interval_s=0.01))
+        assert await until_serving(server.bound, timeout_s=0.2) == "did not become ready within 0 s"
+        waiting = asyncio.create_task(until_serving(server.bound, timeout_s=30.0))
         await asyncio.sleep(0.1)
         assert not waiting.done()
         await server.set_serving()
         async with asyncio.timeout(5):
-            await waiting
+            assert await waiting == ""
 
 
 async def test_waiting_for_a_draft_to_attach_is_bounded(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +15,17 @@ from specbridge.paging import PagedSequence, PagePool
 PAGE = 4
 
 
+def found(pool: PagePool, tokens: list[int], **kwargs: Any) -> int:
+    """Tokens that a newcomer would find cached."""
+    pages = pool.match(tokens, **kwargs)
+    pool.release(pages)
+    return len(pages) * pool.page_size
+
+
+def free(pool: PagePool) -> int:
+    return pool.available_pages - pool.cached_pages
+
+
 def filled(pool: PagePool, tokens: list[int], salt: bytes = b"") -> PagedSequence:
     sequence = pool.open(tokens, salt=salt, limit=len(tokens) - 1)
     sequence.extend(tokens[sequence.length :])
@@ -22,18 +35,18 @@ def filled(pool: PagePool, tokens: list[int], salt: bytes = b"") -> PagedSequenc
 def test_a_closed_sequence_is_found_again_in_whole_pages() -> None:
     pool = PagePool(8, PAGE)
     filled(pool, list(range(10))).close()
-    assert pool.cached_pages == 2 and pool.free_pages == 6
-    assert pool.peek(list(range(10))) == 8
-    assert pool.peek(list(range(8)), limit=7) == 4
-    assert pool.peek([0, 1, 2, 3, 9, 9, 9, 9]) == 4
-    assert pool.peek([9, *range(1, 10)]) == 0
+    assert pool.cached_pages == 2 and free(pool) == 6
+    assert found(pool, list(range(10))) == 8
+    assert found(pool, list(range(8)), limit=7) == 4
+    assert found(pool, [0, 1, 2, 3, 9, 9, 9, 9]) == 4
+    assert found(pool, [9, *range(1, 10)]) == 0
 
 
 def test_a_later_page_is_not_found_without_the_earlier_tokens() -> None:
     pool = PagePool(8, PAGE)
     filled(pool, [1, 1, 1, 1, 2, 2, 2, 2, 3]).close()
-    assert pool.peek([2, 2, 2, 2, 2]) == 0
-    assert pool.peek([3, 3, 3, 3, 2, 2, 2, 2, 5]) == 0
+    assert found(pool, [2, 2, 2, 2, 2]) == 0
+    assert found(pool, [3, 3, 3, 3, 2, 2, 2, 2, 5]) == 0
 
 
 def test_two_live_sequences_share_pages_and_neither_is_evicted() -> None:
@@ -48,15 +61,15 @@ def test_two_live_sequences_share_pages_and_neither_is_evicted() -> None:
     assert pool.available_pages == 2
     second.close()
     assert len(pool.allocate(4)) == 4
-    assert pool.peek(list(range(9))) == 0
+    assert found(pool, list(range(9))) == 0
 
 
 def test_salt_and_fingerprint_separate_prefixes() -> None:
     pool = PagePool(8, PAGE, fingerprint=b"a")
     filled(pool, list(range(9)), b"tenant").close()
-    assert pool.peek(list(range(9)), salt=b"tenant") == 8
-    assert pool.peek(list(range(9))) == 0
-    assert pool.peek(list(range(9)), salt=b"other") == 0
+    assert found(pool, list(range(9)), salt=b"tenant") == 8
+    assert found(pool, list(range(9))) == 0
+    assert found(pool, list(range(9)), salt=b"other") == 0
     other = PagePool(8, PAGE, fingerprint=b"b")
     assert other.root(b"tenant") != pool.root(b"tenant")
 
@@ -66,14 +79,14 @@ def test_the_tail_of_the_least_recently_used_prefix_goes_first() -> None:
     old, new = [1] * 9, [2] * 9
     filled(pool, old).close()
     filled(pool, new).close()
-    assert pool.peek(old) == 8 and pool.peek(new) == 8
+    assert found(pool, old) == 8 and found(pool, new) == 8
     held = pool.allocate(2)
-    assert pool.peek(old) == 4 and pool.peek(new) == 8
-    assert pool.stats.evictions == 1
+    assert found(pool, old) == 4 and found(pool, new) == 8
+    assert pool.evictions == 1
     pool.release(held)
     pool.open(old, limit=8).close()  # touched: now newer than `new`
     pool.allocate(2 + 2)
-    assert pool.peek(old) == 4 and pool.peek(new) == 0
+    assert found(pool, old) == 4 and found(pool, new) == 0
 
 
 def test_equal_pages_written_twice_are_indexed_once_and_the_copy_is_freed() -> None:
@@ -81,11 +94,44 @@ def test_equal_pages_written_twice_are_indexed_once_and_the_copy_is_freed() -> N
     first, second = pool.open([]), pool.open([])
     first.extend([7] * 4)
     second.extend([7] * 4)
-    assert pool.peek([7] * 4) == 4
+    assert found(pool, [7] * 4) == 4
     second.close()
-    assert pool.free_pages == 7 and pool.cached_pages == 0
+    assert free(pool) == 7 and pool.cached_pages == 0
     first.close()
-    assert pool.free_pages == 7 and pool.cached_pages == 1
+    assert free(pool) == 7 and pool.cached_pages == 1
+
+
+def test_the_index_version_changes_with_what_can_be_found_and_only_then() -> None:
+    pool = PagePool(3, PAGE)
+    version = pool.index_version
+    first = pool.open([])
+    first.extend([1] * 3)
+    assert pool.index_version == version, "no page is full"
+    first.extend([1])
+    assert pool.index_version != version, "a page can be found"
+    version = pool.index_version
+    first.close()
+    assert found(pool, [1] * 4) == 4 and pool.index_version == version
+    held = pool.allocate(3)
+    assert pool.index_version != version, "it was evicted"
+    version = pool.index_version
+    pool.release(held)
+    assert pool.index_version == version
+
+
+def test_a_pool_without_reuse_keeps_nothing() -> None:
+    pool = PagePool(8, PAGE, reuse=False)
+    filled(pool, list(range(9))).close()
+    assert free(pool) == 8 and found(pool, list(range(9))) == 0 and pool.index_version == 0
+
+
+def test_a_closed_sequence_takes_nothing_more() -> None:
+    pool = PagePool(2, PAGE)
+    sequence = filled(pool, [1])
+    sequence.close()
+    with pytest.raises(AssertionError, match="closed"):
+        sequence.extend([2])
+    assert free(pool) == 2
 
 
 def test_reserve_takes_nothing_when_it_fails() -> None:
@@ -94,7 +140,7 @@ def test_reserve_takes_nothing_when_it_fails() -> None:
     sequence.extend([1, 2])
     with pytest.raises(CapacityError):
         sequence.reserve(7)
-    assert len(sequence.pages) == 1 and pool.free_pages == 1
+    assert len(sequence.pages) == 1 and free(pool) == 1
     with pytest.raises(CapacityError):
         sequence.extend([0] * 7)
     assert sequence.length == 2
@@ -105,8 +151,8 @@ def test_clear_cache_makes_prefixes_unfindable_and_keeps_live_pages() -> None:
     filled(pool, [1] * 9).close()
     live = filled(pool, [2] * 9)
     pool.clear_cache()
-    assert pool.peek([1] * 9) == 0 and pool.peek([2] * 9) == 0
-    assert pool.used_pages == 3 and pool.free_pages == 5
+    assert found(pool, [1] * 9) == 0 and found(pool, [2] * 9) == 0
+    assert pool.used_pages == 3 and free(pool) == 5
     live.extend([3] * 8)
     pool.check()
     live.close()
@@ -134,7 +180,7 @@ def test_match_equals_the_longest_common_prefix_in_pages(texts: list[list[int]],
     seen: list[list[int]] = []
     for text in texts:
         common = max((sum(1 for _ in _common(text, other)) // size * size for other in seen), default=0)
-        assert pool.peek(text) == common
+        assert found(pool, text) == common
         filled(pool, text).close()
         seen.append(text)
     pool.check()

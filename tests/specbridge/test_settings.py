@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError
 
 from specbridge.errors import ConfigError
 from specbridge.flags import add_flags, arguments
-from specbridge.settings import Settings, child_environment, default_environment, load, set_environment
+from specbridge.settings import Settings, child_environment, default_environment, load
 
 
 class Example(Settings):
@@ -107,8 +107,9 @@ def test_help_shows_docstring_default_and_variable() -> None:
 
 def test_environment_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECBRIDGE_X", "1")
-    set_environment(SPECBRIDGE_X="2", SPECBRIDGE_Y="3")
-    default_environment(SPECBRIDGE_Y="4", SPECBRIDGE_Z="5")
+    monkeypatch.setenv("SPECBRIDGE_Z", "")
+    monkeypatch.delenv("SPECBRIDGE_Z")
+    default_environment(SPECBRIDGE_X="4", SPECBRIDGE_Z="5")
     env = child_environment(SPECBRIDGE_Z="6")
-    assert [env[f"SPECBRIDGE_{name}"] for name in "XYZ"] == ["2", "3", "6"]
+    assert [env[f"SPECBRIDGE_{name}"] for name in "XZ"] == ["1", "6"]
     assert child_environment()["SPECBRIDGE_Z"] == "5"

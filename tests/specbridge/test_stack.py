@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -157,6 +158,55 @@ async def test_crash_that_does_not_repeat_is_survived(folder: Path) -> None:
     await made.stop()
 
 
+@pytest.mark.parametrize(
+    ("how", "said"), [("freeze", "has not answered its health check"), ("unready", "has been NOT_SERVING")]
+)
+async def test_service_that_hangs_is_killed_and_started_again(
+    folder: Path, how: str, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = dataclasses.replace(QUICK, hang_timeout=0.6)
+    hangs = service(folder, "target", f"--{how}-after", "1", "--once", str(folder / "once"))
+    made = Stack([hangs, service(folder, "draft")], limits, write=lambda line: None)
+    await made.start()
+    target, draft = made.children
+    pid, other = target.pid, draft.pid
+    assert pid is not None
+    await restarted(target)
+    await gone(pid)
+    assert f"target {said} for 0.6 s: killing it" in caplog.text
+    assert f"target {said} for 0.6 s; starting it again" in caplog.text
+    # What came back is well, and stays.
+    await asyncio.sleep(4 * limits.hang_timeout)
+    assert (target.restarts, draft.restarts, draft.pid) == (1, 0, other)
+    await made.stop()
+
+
+async def test_gateway_without_its_target_and_a_hang_limit_of_0_are_no_hangs(folder: Path) -> None:
+    mirrors = dataclasses.replace(service(folder, "gateway", "--unready-after", "1"), mirrors_others=True)
+    made = Stack([mirrors], dataclasses.replace(QUICK, hang_timeout=0.4), write=lambda line: None)
+    patient = dataclasses.replace(QUICK, hang_timeout=0.0)
+    other = Stack([service(folder, "draft", "--unready-after", "1")], patient, write=lambda line: None)
+    await asyncio.gather(made.start(), other.start())
+    await asyncio.sleep(3.0)
+    assert made.children[0].restarts == other.children[0].restarts == 0
+    assert made.children[0].pid and other.children[0].pid
+    await asyncio.gather(made.stop(), other.stop())
+
+
+async def test_restarted_service_that_never_serves_is_not_waited_for_for_ever(folder: Path) -> None:
+    limits = dataclasses.replace(QUICK, start_timeout=2.5, max_restarts=1)
+    made = Stack([service(folder, "draft", "--log", str(folder / "log"))], limits, write=lambda line: None)
+    await made.start()
+    child = made.children[0]
+    child.service = service(folder, "draft", "--serve-after", "60")
+    assert child.pid is not None
+    os.kill(child.pid, signal.SIGKILL)
+    with pytest.raises(ServiceFailed, match=r"draft did not become ready within"):
+        async with asyncio.timeout(30):
+            await made.wait()
+    await made.stop()
+
+
 async def test_service_deaf_to_sigterm_is_killed_with_what_it_started(folder: Path) -> None:
     log = folder / "log"
     limits = Limits(drain=0.5, stop=0.5)
@@ -284,3 +334,21 @@ async def test_a_draft_that_does_not_attach_delays_the_start_but_does_not_stop_i
     await made.start()
     assert "draft has not attached to target" in caplog.text
     await made.stop()
+
+
+async def test_work_on_its_own_thread_ends_with_the_thread_and_raises_what_it_raised() -> None:
+    """OpenMP keeps a team of workers for every thread that lives (specbridge.process)."""
+    before = set(threading.enumerate())
+    ident, doubled = await process.run_in_own_thread(lambda n: (threading.get_ident(), 2 * n), 21)
+    assert doubled == 42 and ident != threading.get_ident()
+    with pytest.raises(ConfigError, match="told so"):
+        await process.run_in_own_thread(_raise, ConfigError("told so"))
+    for _ in range(100):
+        if set(threading.enumerate()) <= before:
+            break
+        await asyncio.sleep(0.01)
+    assert set(threading.enumerate()) <= before
+
+
+def _raise(error: Exception) -> None:
+    raise error

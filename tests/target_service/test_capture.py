@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from fake_sink import FakeSink
+from prometheus_client import CollectorRegistry
 from toy_target import (
     GATEWAY,
     TOY_LIMITS,
@@ -26,8 +27,10 @@ from toy_target import (
 from specbridge.errors import InvalidRequest
 from specbridge.rounds import SessionKey, StopParams, TargetResultKind, Verify
 from specbridge.tree import EMPTY_TREE, DraftTree
+from target_service.capture import Capture
 from target_service.config import Limits
 from target_service.engine import Engine
+from target_service.metrics import TargetMetrics
 
 PROMPT = [random.Random(0).randrange(12) for _ in range(37)]
 KEY = SessionKey(GATEWAY, 1)
@@ -356,3 +359,33 @@ def test_unused_rows_of_a_reservation_go_back(world: Callable[..., World]) -> No
     wrong = DraftTree((99 % 12,), (-1,), (-1.0,))
     (result,) = w.client.verify([Verify(KEY, first.kv_length, chain_tree([*wrong.tokens, 1, 2, 3]))]).results
     assert w.sink.used == used + len(result.accepted) + 1
+
+
+def test_a_suspension_does_not_lift_the_pause_between_recaptures() -> None:
+    """A ring that is full again at once must not make the target re-capture without end."""
+    sink = FakeSink()
+    capture = Capture(TargetMetrics(CollectorRegistry()), slots=256, recapture_interval=5.0)
+    capture.connect(sink)
+    capture.attached([])
+    session = capture.open(speculate=True, draft_prefix=10)
+
+    def missing(kv_length: int, now: float) -> int:
+        return capture.recapture_rows(session, kv_length=kv_length, remaining=99, limit=64, now=now)
+
+    capture.suspend(session, "slots")
+    assert missing(20, now=100.0) == 10
+    reserved = capture.reserve_recapture(session, 10, now=100.0)
+    capture.publish(
+        session,
+        reserved,
+        key=KEY,
+        taps=torch.zeros(10, sink.width),
+        rows=range(10),
+        first=10,
+        tokens=[0] * 10,
+        anchor=3,
+    )
+    capture.recaptured(session, kv_length=20, rows=10, now=100.0)
+    assert session.following
+    capture.suspend(session, "slots")
+    assert [missing(30, now=now) for now in (100.1, 104.9, 105.0)] == [0, 0, 10]

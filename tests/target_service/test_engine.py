@@ -27,6 +27,7 @@ from toy_target import (
 
 from specbridge.rounds import FinishReason, SamplingParams, SessionKey, StopParams, TargetResultKind, Verify
 from specbridge.tree import EMPTY_TREE, DraftTree
+from target_service.step import Commit, Step, StepOutput
 
 # ---- the text -----------------------------------------------------------------------------------
 
@@ -231,20 +232,67 @@ def test_logprobs_are_aligned_with_the_tokens(start: Start) -> None:
 
 
 def test_a_long_run_keeps_its_indices_in_bounds(start: Start) -> None:
-    """cases.md 35, in small: hundreds of sampled rounds with fresh seeds over few pages; ToyRunner checks
-    every index.
+    """cases.md 35: 20,000 sampled decode steps with fresh seeds over few pages, every index checked.
+
+    Steps of several sessions share a pass, so that the run stays short; trees are there in every fourth text.
     """
-    runner, engine, client = start(replace(TOY_LIMITS, num_pages=8, max_length=100))
+    pages, width = 24, 32
+    runner, engine, client = start(replace(TOY_LIMITS, num_pages=pages * width, max_length=120))
+    checked = 0
+    forward, commit = runner.forward, runner.commit
+
+    def check_step(step: Step) -> StepOutput:
+        nonlocal checked
+        for segment in step.segments:
+            assert 0 <= segment.context_length < 120
+            assert -(-segment.context_length // 16) <= len(segment.pages) <= -(-120 // 16)
+            assert all(0 <= page < pages * width for page in segment.pages)
+            checked += segment.parents is not None
+        assert int(step.positions.max()) < 120 and int(step.logit_rows.numel()) <= len(step.tokens)
+        return forward(step)
+
+    def check_commit(order: Commit) -> None:
+        assert int(order.slots.min()) >= 0 and int(order.slots.max()) < pages * width * 16
+        assert int(order.rows.min()) >= 0
+        commit(order)
+
+    runner.forward, runner.commit = check_step, check_commit  # type: ignore[method-assign]
     rng = random.Random(3)
-    for number in range(8):
-        prompt = [rng.randrange(12) for _ in range(rng.randrange(1, 40))]
-        sampling = replace(SAMPLED, seed=number)
-        got = client.generate(
-            open_request(number, prompt, max_tokens=50, sampling=sampling),
-            lambda text, depth: random_tree(rng, nodes=12, depth=depth, vocab=12),
+    seed = 0
+    while checked < 20_000:
+        prompts = {seed + n: [rng.randrange(12) for _ in range(rng.randrange(1, 20))] for n in range(width)}
+        seed += width
+        client.send(
+            opens=[
+                open_request(n, tokens, max_tokens=100, sampling=replace(SAMPLED, seed=n))
+                for n, tokens in prompts.items()
+            ]
         )
-        assert got.tokens == expected(runner, prompt, sampling=sampling, stop=StopParams(50))[0]
-        assert engine._cache.used == 0
+        running = {}
+        for n in prompts:
+            first = client.result(SessionKey(GATEWAY, n), TargetResultKind.FIRST)
+            running[n] = (first.kv_length, list(first.tokens))
+        texts = {n: tokens for n, (_, tokens) in running.items()}
+        while running:
+            verifies = []
+            for n, (kv, tokens) in running.items():
+                depth = min(99 - len(tokens), 118 - len(prompts[n]) - len(tokens))
+                tree = random_tree(rng, nodes=3, depth=depth, vocab=12) if n % 4 == 0 else EMPTY_TREE
+                verifies.append(Verify(SessionKey(GATEWAY, n), kv, tree))
+            for result in client.verify(verifies).results:
+                assert result.error is None
+                n = result.session.number
+                texts[n] += result.tokens
+                running[n] = (result.kv_length, texts[n])
+                if result.finish_reason:
+                    del running[n]
+        client.send(releases=[SessionKey(GATEWAY, n) for n in prompts])
+        # The last ones' texts, against the plain loop.
+        n = seed - 1
+        want = expected(runner, prompts[n], sampling=replace(SAMPLED, seed=n), stop=StopParams(100))[0]
+        assert texts[n] == want
+    client.result(SessionKey(GATEWAY, seed - 1), TargetResultKind.RELEASED)
+    assert engine._cache.used == 0
 
 
 # ---- what it reports ------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ tolerance.
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -213,54 +214,86 @@ def test_captured_hidden_states_are_those_of_a_plain_pass(folder: Path) -> None:
 
 
 class Recorder:
-    """A runner that keeps the bits of every logit it returned, by the step's first position."""
+    """A runner that keeps, for the sessions' own steps, first position, pages and the bits of the logits."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self.logits: list[tuple[int, torch.Tensor]] = []
+        self.steps: list[tuple[int, tuple[int, ...], torch.Tensor]] = []
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._runner, name)
 
     def forward(self, step: Step) -> StepOutput:
         output = self._runner.forward(step)
-        self.logits.append((int(step.positions[0]), output.logits.clone()))
+        (segment,) = step.segments
+        self.steps.append((int(step.positions[0]), segment.pages, output.logits.clone()))
         return output
 
 
-def test_deterministic_runs_are_bit_equal_whatever_else_runs(folder: Path) -> None:
-    """fp32, the same request and trees: alone, and among three others."""
-    limits = replace(TOY_LIMITS, deterministic=True, max_tree_nodes=15, prefix_cache=False)
+def neighbours(pages: Sequence[int]) -> bool:
+    return all(b == a + 1 for a, b in itertools.pairwise(pages))
 
-    def run(others: int) -> list[tuple[int, torch.Tensor]]:
+
+@pytest.mark.parametrize("rows", [15, 160], ids=["small", "flash"])
+def test_deterministic_runs_are_bit_equal_whatever_else_runs(folder: Path, rows: int) -> None:
+    """fp32, the same request and trees: alone; and among others, in pages that lie apart, after a session
+    whose rounds made the same prefix."""
+    limits = replace(
+        TOY_LIMITS, deterministic=True, max_tree_nodes=rows, num_pages=24, max_length=300, prefill_chunk=rows
+    )
+    prompt = PROMPT[:5]
+
+    def run(*, crowded: bool) -> list[tuple[int, tuple[int, ...], torch.Tensor]]:
         runner = load_runner(
-            folder, device="cpu", dtype="float32", num_pages=64, page_size=16, max_rows=limits.max_rows
+            folder,
+            device="cpu",
+            dtype="float32",
+            num_pages=limits.num_pages,
+            page_size=limits.page_size,
+            max_rows=limits.max_rows,
+            deterministic=True,
         )
         recorder = Recorder(runner)
         engine = make_engine(recorder, limits)
         engine.start()
         client = Client(engine)
-        for n in range(others):
-            client.open(open_request(10 + n, [*PROMPT[:20], n], max_tokens=60))
-        kv_others = [21] * others
-        first = client.open(open_request(1, PROMPT, stop=StopParams(16, ignore_eos=True)))
-        kv, text = first.kv_length, [*PROMPT, *first.tokens]
-        recorder.logits.clear()
+        others: dict[int, int] = {}
+        if crowded:
+            # The prompt's own tokens, by rounds; their pages would serve as a prefix.
+            got = client.generate(open_request(2, prompt[:5], stop=StopParams(36, ignore_eos=True)))
+            assert [*prompt[:5], *got.tokens] == prompt
+            # A page in use in every third place, so that nobody has neighbours for long.
+            for n in range(24):
+                client.open(open_request(10 + n, [n + 1] * 3, max_tokens=200))
+            client.send(releases=[SessionKey(GATEWAY, 10 + n) for n in range(24) if n % 3])
+            others = {10 + n: 3 for n in range(0, 24, 3)}
+        else:
+            got = client.generate(open_request(2, prompt, stop=StopParams(36, ignore_eos=True)))
+            prompt.extend(got.tokens)
+            recorder.steps.clear()
+        first = client.open(open_request(1, prompt, stop=StopParams(120, ignore_eos=True)))
+        assert first.cached_tokens == 0 and len(prompt) == 41
+        kv = first.kv_length
         rng = random.Random(6)
-        for _ in range(6):
+        for _ in range(30):
             tree = random_tree(rng, nodes=6, depth=2, vocab=320)
-            verifies = [Verify(SessionKey(GATEWAY, 10 + n), kv_others[n]) for n in range(others)]
+            verifies = [Verify(SessionKey(GATEWAY, n), length) for n, length in others.items()]
             reply = client.verify([*verifies, Verify(SessionKey(GATEWAY, 1), kv, tree)])
-            for n in range(others):
-                kv_others[n] = reply.results[n].kv_length
-            result = reply.results[-1]
-            kv, text = result.kv_length, [*text, *result.tokens]
-            if result.finish_reason:
-                break
+            assert all(result.error is None for result in reply.results)
+            # They keep to their one page each.
+            others = {
+                n: result.kv_length
+                for n, result in zip(others, reply.results, strict=False)
+                if result.kv_length < 15
+            }
+            kv = reply.results[-1].kv_length
         engine.close()
-        return [(p, rows) for p, rows in recorder.logits if p >= len(PROMPT)]
+        return [step for step in recorder.steps if step[0] >= len(prompt) - rows]
 
-    alone, crowded = run(0), run(3)
-    assert len(alone) == len(crowded) == 6
-    for (p, a), (q, b) in zip(alone, crowded, strict=True):
-        assert p == q and torch.equal(a, b)
+    alone, crowded = run(crowded=False), run(crowded=True)
+    assert neighbours(alone[-1][1]) and not neighbours(crowded[-1][1])
+    assert alone[-1][0] >= len(prompt) + 29
+    for position, pages, logits in alone:
+        if position >= len(prompt):
+            same = [other for at, _, other in crowded if at == position]
+            assert len(same) == 1 and torch.equal(logits, same[0]), (position, pages)

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specbridge.errors import CapacityError
-from target_service.kv_cache import PageCache, PageTable
+from specbridge.paging import PagedSequence
+from target_service.kv_cache import PageCache
 
 PAGE = 4
 
@@ -18,7 +19,7 @@ def make(pages: int = 16, **kwargs: object) -> PageCache:
     return PageCache(pages, PAGE, fingerprint="model", **kwargs)  # type: ignore[arg-type]
 
 
-def run(cache: PageCache, tokens: list[int], *, salt: bytes = b"", limit: int = 10**6) -> PageTable:
+def run(cache: PageCache, tokens: list[int], *, salt: bytes = b"", limit: int = 10**6) -> PagedSequence:
     """Open, compute and commit all of `tokens`."""
     table = cache.open(tokens, salt=salt, limit=limit)
     cache.grow(table, len(tokens))
@@ -33,7 +34,7 @@ def test_a_released_prefix_is_found_again_in_whole_pages() -> None:
     pages = list(first.pages)
     cache.release(first)
     again = cache.open(tokens, salt=b"", limit=len(tokens) - 1)
-    assert again.cached_tokens == 8
+    assert again.found == 8
     assert again.pages == pages[:2]
 
 
@@ -42,7 +43,7 @@ def test_reuse_keeps_to_the_limit(limit: int, cached: int) -> None:
     cache = make()
     tokens = list(range(8))
     cache.release(run(cache, tokens))
-    assert cache.open(tokens, salt=b"", limit=limit).cached_tokens == cached
+    assert cache.open(tokens, salt=b"", limit=limit).found == cached
 
 
 def test_a_running_session_shares_its_pages_and_keeps_them_when_the_other_ends() -> None:
@@ -61,11 +62,11 @@ def test_another_salt_or_model_or_first_page_finds_nothing() -> None:
     cache = make()
     tokens = list(range(8))
     cache.release(run(cache, tokens, salt=b"a"))
-    assert cache.open(tokens, salt=b"a", limit=8).cached_tokens == 8
-    assert cache.open(tokens, salt=b"b", limit=8).cached_tokens == 0
-    assert cache.open([9, *tokens[1:]], salt=b"a", limit=8).cached_tokens == 0
+    assert cache.open(tokens, salt=b"a", limit=8).found == 8
+    assert cache.open(tokens, salt=b"b", limit=8).found == 0
+    assert cache.open([9, *tokens[1:]], salt=b"a", limit=8).found == 0
     other = PageCache(4, PAGE, fingerprint="other")
-    assert other.open(tokens, salt=b"a", limit=8).digest != cache.open(tokens, salt=b"a", limit=0).digest
+    assert other.pool.root(b"a") != cache.pool.root(b"a")
 
 
 def test_only_committed_tokens_enter_the_index() -> None:
@@ -75,7 +76,7 @@ def test_only_committed_tokens_enter_the_index() -> None:
     cache.grow(table, 8)
     cache.commit(table, tokens, 7)
     cache.release(table)
-    assert cache.open(tokens, salt=b"", limit=8).cached_tokens == 4
+    assert cache.open(tokens, salt=b"", limit=8).found == 4
 
 
 def test_without_reuse_nothing_is_kept() -> None:
@@ -83,7 +84,7 @@ def test_without_reuse_nothing_is_kept() -> None:
     tokens = list(range(8))
     cache.release(run(cache, tokens))
     assert cache.cached == 0
-    assert cache.open(tokens, salt=b"", limit=8).cached_tokens == 0
+    assert cache.open(tokens, salt=b"", limit=8).found == 0
 
 
 def test_shortage_takes_nothing_and_names_the_numbers() -> None:
@@ -102,8 +103,8 @@ def test_cached_pages_are_evicted_oldest_first() -> None:
     cache.release(run(cache, old))
     cache.release(run(cache, new))
     cache.grow(cache.open((), salt=b"", limit=0), 12)
-    assert cache.open(old, salt=b"", limit=4).cached_tokens == 0
-    assert cache.open(new, salt=b"", limit=4).cached_tokens == 4
+    assert cache.open(old, salt=b"", limit=4).found == 0
+    assert cache.open(new, salt=b"", limit=4).found == 4
 
 
 def test_release_is_idempotent() -> None:
@@ -124,14 +125,14 @@ def test_under_random_use_no_page_is_lost_shared_wrongly_or_found_with_other_tok
     rng = random.Random(seed)
     cache = make(pages=pages)
     memory: dict[int, tuple[int, ...]] = {}
-    live: list[tuple[PageTable, list[int], int]] = []
+    live: list[tuple[PagedSequence, list[int], int]] = []
     for _ in range(60):
         action = rng.random()
         if action < 0.45:
             tokens = [rng.randrange(2) for _ in range(rng.randrange(1, 20))]
             limit = rng.randrange(len(tokens) + 1)
             table = cache.open(tokens, salt=b"", limit=limit)
-            assert table.cached_tokens <= limit and table.cached_tokens % PAGE == 0
+            assert table.found <= limit and table.found % PAGE == 0
             for i, page in enumerate(table.pages):
                 # The page holds the whole prefix up to its end, not just these four tokens.
                 assert memory[page] == tuple(tokens[: (i + 1) * PAGE])
@@ -140,8 +141,8 @@ def test_under_random_use_no_page_is_lost_shared_wrongly_or_found_with_other_tok
             except CapacityError:
                 cache.release(table)
                 continue
-            committed = rng.randrange(table.cached_tokens, len(tokens) + 1)
-            for i in range(table.cached_tokens // PAGE, committed // PAGE):
+            committed = rng.randrange(table.found, len(tokens) + 1)
+            for i in range(table.found // PAGE, committed // PAGE):
                 memory[table.pages[i]] = tuple(tokens[: (i + 1) * PAGE])
             cache.commit(table, tokens, committed)
             live.append((table, tokens, committed))

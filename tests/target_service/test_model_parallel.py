@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.connection
 import os
 import signal
 import time
@@ -121,7 +122,7 @@ def test_check_notices_a_death_while_idle(folders: dict[str, tuple[Path, Any]]) 
         runner.check()
         assert runner._pool is not None
         runner._pool._processes[0].kill()
-        runner._pool._processes[0].join(10)
+        assert multiprocessing.connection.wait([runner._pool._processes[0].sentinel], timeout=10)
         with pytest.raises(Unavailable, match="rank 1 died"):
             runner.check()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from transformers import (
 
 from kernels.philox import gumbel_noise
 from specbridge.rounds import SamplingParams
-from target_service.sampling import ChoiceRule, RowGroup, choose, filter_logits, token_logprobs
+from target_service.sampling import NO_CHOICE, ChoiceRule, RowGroup, _kept, choose, token_logprobs
 
 FILTERS = [
     SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m)
@@ -25,6 +26,12 @@ FILTERS = [
         (0.3, 1.0, 1.7), (0, 1, 5, 40, 10**6), (1.0, 0.95, 0.5, 1e-6), (0.0, 0.05, 0.6)
     )
 ]
+
+
+def filter_logits(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """scores [rows, vocab], divided by T already; returned with what the filters remove at -inf."""
+    ids, values, keep = _kept(scores, params)
+    return torch.full_like(scores, -torch.inf).scatter_(1, ids, torch.where(keep, values, -torch.inf))
 
 
 def warped(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -171,3 +178,19 @@ def test_logprobs_are_those_of_the_plain_distribution() -> None:
     (three,) = token_logprobs(logits, [3], 3)
     assert three.top_ids == (1, 2)
     assert three.top == pytest.approx(logits.log_softmax(-1)[0, [1, 2]].tolist())
+
+
+@pytest.mark.parametrize("number", [float("nan"), -float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "params", [SamplingParams(), SamplingParams(temperature=1.0), FILTERS[7], FILTERS[-1]]
+)
+def test_a_row_that_is_no_number_gets_no_choice_and_disturbs_no_other(
+    params: SamplingParams, number: float
+) -> None:
+    logits = torch.randn(3, 400, generator=torch.Generator().manual_seed(4))
+    groups = [RowGroup(ChoiceRule(params), 0, [5, 6, 7])]
+    want = choose(logits, groups).tolist()
+    logits[1, 37] = number
+    assert choose(logits, groups).tolist() == [want[0], NO_CHOICE, want[2]]
+    logits[1] = -torch.inf
+    assert choose(logits, groups).tolist() == [want[0], NO_CHOICE, want[2]]

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import signal
 import sys
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from toy_target import (
     GATEWAY,
     TOY_LIMITS,
+    Client,
     ToyConfig,
     ToyRunner,
     chain_tree,
@@ -32,6 +34,7 @@ from protos import common_pb2, target_pb2, target_pb2_grpc
 from specbridge import wire
 from specbridge.channel.consumer import HiddenStateClient
 from specbridge.cli import main
+from specbridge.errors import InvalidRequest
 from specbridge.rounds import (
     SamplingParams,
     SessionKey,
@@ -46,6 +49,7 @@ from specbridge.rounds import (
 from specbridge.server import Server, channel_options
 from target_service.config import TargetSettings
 from target_service.engine import Engine
+from target_service.runner import load_runner
 from target_service.server import TargetServicer, connect_channel
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3]
@@ -154,6 +158,35 @@ async def test_a_half_closed_stream_still_gets_what_it_is_owed(toy: Toy) -> None
     )
 
 
+async def test_a_half_closed_stream_ends_though_a_session_was_reopened_in_its_prefill(toy: Toy) -> None:
+    """Only the newer incarnation's first token comes."""
+    gate = threading.Event()
+    toy.runner.before_forward = lambda step: gate.wait(10) and None
+    stream = Rounds(toy.stub)
+    await stream.send(batch_id=1, opens=(opened(1),))
+    await stream.result(TargetResultKind.OPENED)
+    await stream.send(batch_id=2, opens=(opened(1, incarnation=1),))
+    await stream.call.done_writing()
+    gate.set()
+    results = list(stream.results)
+    while (pb := await asyncio.wait_for(stream.call.read(), 10)) is not grpc.aio.EOF:
+        results += wire.target_reply_from_pb(pb).results
+    assert results[-1].kind is TargetResultKind.FIRST and results[-1].session.incarnation == 1
+
+
+async def test_a_request_that_can_not_be_taken_ends_its_stream_with_a_status(toy: Toy) -> None:
+    def refuse(*_: object) -> None:
+        raise InvalidRequest("not like this")
+
+    toy.engine.submit = refuse  # type: ignore[method-assign]
+    stream = Rounds(toy.stub)
+    await stream.send(batch_id=1, releases=(SessionKey(GATEWAY, 1),))
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await stream.reply()
+    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert error.value.details() == "not like this"
+
+
 async def test_a_broken_stream_s_sessions_outlive_it_for_the_lease(toy: Toy) -> None:
     stream = Rounds(toy.stub)
     await stream.send(batch_id=1, opens=(opened(1), opened(2)))
@@ -219,6 +252,33 @@ async def test_a_drafter_for_another_model_is_refused(toy: Toy) -> None:
     call.cancel()
 
 
+async def test_a_draft_that_comes_while_the_model_loads_is_told_so(tmp_path: Path) -> None:
+    """However its first message and the refusal meet: never "RPC finished" or "Internal error from Core"."""
+    servicer = TargetServicer()
+    server = Server(
+        f"unix:{tmp_path}/loading",
+        [NAME],
+        add=lambda s: target_pb2_grpc.add_TargetServicer_to_server(servicer, s),
+    )
+    await server.start()
+    attach = target_pb2.ChannelRequest(attach=target_pb2.Attach(target_layer_ids=[0]))
+    async with grpc.aio.insecure_channel(f"unix:{tmp_path}/loading", options=channel_options()) as channel:
+        stub = target_pb2_grpc.TargetStub(channel)
+        for pause in [0.0, 0.05, *[0.0005 * i for i in range(20)]]:
+            call = stub.HiddenStates()
+            await asyncio.sleep(pause)
+            await call.write(attach)
+            with pytest.raises(grpc.aio.AioRpcError, match="still loading") as caught:
+                await call.read()
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        # One that says nothing and goes away is no trouble either.
+        call = stub.HiddenStates()
+        await call.done_writing()
+        with pytest.raises(grpc.aio.AioRpcError, match="still loading"):
+            await call.read()
+    await server.stop(grace=0)
+
+
 # ---- the process ------------------------------------------------------------------------------------
 
 RUN = "import sys; from specbridge.cli import main; sys.exit(main(['target', *sys.argv[1:]]))"
@@ -230,10 +290,10 @@ async def spawn(*args: str) -> asyncio.subprocess.Process:
     )
 
 
-async def wait_serving(address: str) -> None:
+async def wait_serving(address: str, seconds: float = 90) -> None:
     async with grpc.aio.insecure_channel(address, options=channel_options()) as connection:
         health: Any = health_pb2_grpc.HealthStub(connection)
-        async with asyncio.timeout(90):
+        async with asyncio.timeout(seconds):
             while True:
                 with contextlib.suppress(grpc.aio.AioRpcError):
                     status = await health.Check(health_pb2.HealthCheckRequest(service=NAME), timeout=5)
@@ -305,3 +365,45 @@ async def test_a_dead_rank_ends_the_process_with_an_error(tmp_path: Path) -> Non
             process.kill()
         _, log = await process.communicate()
     assert b"rank 1" in log
+
+
+@pytest.mark.slow
+async def test_eight_ranks_serve_what_one_does(tmp_path: Path) -> None:
+    """One request over gRPC to a real process group, against the engine on one rank in this process."""
+    folder = tiny.make_target(tmp_path / "model", layers=2, hidden=64, heads=8, kv_heads=2)
+    runner = load_runner(folder, device="cpu", num_pages=16, page_size=16, max_rows=96)
+    engine = make_engine(runner, replace(TOY_LIMITS, num_pages=16, max_length=200))
+    engine.start()
+    stop = StopParams(12, ignore_eos=True)
+    want = await asyncio.to_thread(Client(engine).generate, open_request(1, PROMPT, stop=stop))
+    await asyncio.to_thread(engine.close)
+    address = f"unix:{tmp_path}/target.sock"
+    process = await spawn(
+        *("--target", str(folder), "--listen", address, "--device", "cpu", "--tp", "8"),
+        *("--warmup-repeats", "0", "--kv-tokens", "256", "--max-length", "200", "--threads", "1"),
+    )
+    try:
+        await wait_serving(address, seconds=240)
+        async with grpc.aio.insecure_channel(address, options=channel_options()) as connection:
+            stub: Any = target_pb2_grpc.TargetStub(connection)
+            info = wire.target_info_from_pb(await stub.GetInfo(common_pb2.InfoRequest(), timeout=20))
+            assert info.tp_size == 8
+            stream = Rounds(stub)
+            await stream.send(batch_id=1, opens=(open_request(1, PROMPT, stop=stop),))
+            first = await stream.result(TargetResultKind.FIRST)
+            got, kv, accepted = list(first.tokens), first.kv_length, 0
+            while len(got) < 12:
+                tree = chain_tree(want.tokens[len(got) :][: min(4, 12 - len(got) - 1)])
+                await stream.send(batch_id=len(got) + 1, verifies=(Verify(first.session, kv, tree),))
+                (result,) = (await stream.reply()).results
+                got, kv = [*got, *result.tokens], result.kv_length
+                accepted += len(result.accepted)
+            assert got == want.tokens and accepted > 0
+            stream.call.cancel()
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(process.wait(), 60) == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+        _, log = await process.communicate()
+    assert b"Traceback" not in log, log.decode()

@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
-from channel_peers import INSTANCE, KEY, ChannelDraft, ChannelTarget, fill, until
+from channel_peers import INSTANCE, KEY, ChannelDraft, ChannelTarget, fill, reserve_within, until
 
 from protos import target_pb2, target_pb2_grpc
 from specbridge.channel import shared_memory
@@ -107,9 +107,9 @@ async def test_a_full_ring_gives_nothing_and_only_prefill_waits(address: str) ->
         assert target.channel.stats.snapshot().reservation_failures == 2
         await until(lambda: len(draft.chunks) == 1)
         start = time.monotonic()
-        assert await asyncio.to_thread(target.channel.wait_reserve, 4, 0.05) is None
+        assert await asyncio.to_thread(reserve_within, target.channel, 4, 0.05) is None
         assert time.monotonic() - start >= 0.05
-        waiting = asyncio.create_task(asyncio.to_thread(target.channel.wait_reserve, 4, 20.0))
+        waiting = asyncio.create_task(asyncio.to_thread(reserve_within, target.channel, 4, 20.0))
         await asyncio.sleep(0.02)
         draft.client.ack([draft.chunks[0].chunk_id])
         assert await waiting is not None
@@ -404,7 +404,7 @@ async def test_five_thousand_hand_offs_from_a_thread_leave_nothing(address: str)
 
         def engine() -> None:
             for i in range(5000):
-                reservation = target.channel.wait_reserve(9, 20.0)
+                reservation = reserve_within(target.channel, 9, 20.0)
                 assert reservation is not None
                 count = 1 + i % 9
                 target.channel.rows(reservation)[:count].fill_(i)

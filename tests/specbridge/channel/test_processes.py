@@ -14,7 +14,7 @@ from pathlib import Path
 
 import channel_peers
 import pytest
-from channel_peers import KEY, ChannelDraft, ChannelTarget, fill, until
+from channel_peers import KEY, ChannelDraft, ChannelTarget, fill, reserve_within, until
 
 from specbridge.channel import shared_memory
 from specbridge.channel.base import ChannelLayout
@@ -90,7 +90,7 @@ async def test_a_killed_consumer_frees_the_ring_and_leaves_no_file(
         fill(target, 16)
         await until(lambda: len(lines(out)) == 1)
         assert target.channel.reserve(1) is None
-        waiting = asyncio.create_task(asyncio.to_thread(target.channel.wait_reserve, 4, 30.0))
+        waiting = asyncio.create_task(asyncio.to_thread(reserve_within, target.channel, 4, 30.0))
         await asyncio.sleep(0.05)
         start = time.monotonic()
         children[0].send_signal(signal.SIGKILL)

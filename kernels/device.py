@@ -1,0 +1,42 @@
+"""Devices and dtypes by name, as flags give them: checked, with messages that name what is there.
+
+Raises ValueError; the services turn it into their own error.
+"""
+
+from __future__ import annotations
+
+import torch
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+"""The dtypes that models are run in, by name."""
+
+
+def resolve_device(device: str, *, count: int = 1) -> str:
+    """The device to use: "auto" is the first GPU if there are `count`, else the CPU; others are checked.
+
+    count: GPUs in a row that are needed, from the one named on.
+    """
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "auto":
+        return "cuda" if there >= count else "cpu"
+    kind, _, index = device.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdecimal()):
+        raise ValueError(f"device {device!r} is not known; use auto, cpu, cuda or cuda:N")
+    last = int(index or 0) + count - 1
+    if kind == "cuda" and last >= there:
+        needed = f" for {count} ranks" if count > 1 else ""
+        raise ValueError(f"device {device!r} needs GPU {last}{needed}; torch sees {there} of them")
+    return device
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    """The dtype of a name in DTYPES, with or without "torch." before it."""
+    dtype = DTYPES.get(name.removeprefix("torch."))
+    if dtype is None:
+        raise ValueError(f"dtype {name!r} is not supported; use one of {', '.join(DTYPES)} or auto")
+    return dtype

@@ -1,4 +1,4 @@
-"""What idle OpenMP threads cost the services beside them: passive against spinning waits, by thread count.
+"""What waiting OpenMP threads cost: asleep at once, a short spin (as shipped), spinning on; by thread count.
 
 Two processes run one after the other, like target and draft in a round: while one computes, the other waits
 for its turn with its OpenMP pool idle. The table shows the time of a full turn (both) for each waiting policy
@@ -14,21 +14,27 @@ import subprocess
 import sys
 import time
 
-# Like one decoding step: a few dozen small matrix products, one after the other.
+from specbridge.process import SPIN_COUNT
+
+# Like one decoding step: many small products with short gaps between them.
 WORKER = """
 import sys, torch
-weights = [torch.randn(1536, 576) for _ in range(30)]
-back = [torch.randn(576, 1536) for _ in range(30)]
-x = torch.randn(8, 576)
+from kernels.linear import PackedLinear, activation_dtype
+def packed(rows, columns):
+    return PackedLinear(torch.randn(rows, columns), None, dtype=torch.bfloat16, device="cpu")
+layers = [(packed(1536, 576), packed(576, 1536)) for _ in range(30)]
+x = torch.randn(6, 576, dtype=activation_dtype(torch.bfloat16, "cpu"))
 print("ready", flush=True)
-for line in sys.stdin:
-    y = x
-    for w, b in zip(weights, back):
-        y = torch.nn.functional.linear(torch.nn.functional.linear(y, w), b) * 1e-3
-    print("done", flush=True)
+with torch.inference_mode():
+    for line in sys.stdin:
+        y = x
+        for up, down in layers:
+            y = torch.nn.functional.silu(down(up(y))) * 1e-3
+        print("done", flush=True)
 """
 POLICIES = {
     "passive": {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"},
+    "short spin": {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0", "GOMP_SPINCOUNT": SPIN_COUNT},
     "default": {},
     "active": {"OMP_WAIT_POLICY": "active"},
 }

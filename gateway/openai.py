@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from gateway.params import CompletionParams
+from gateway.text import unicode_bytes
 from specbridge.errors import InvalidRequest, Unsupported
 
 # Known fields whose feature is not built → the values that ask for nothing and are accepted (null always is).
@@ -151,7 +152,7 @@ class SamplingBody(_Body):
             skip_special_tokens=self.skip_special_tokens is not False,
             speculate=not self.no_speculation,
             max_tree_nodes=self.max_tree_nodes,
-            cache_salt=(self.cache_salt or "").encode(),
+            cache_salt=unicode_bytes(self.cache_salt or "", "cache_salt", "cache_salt"),
             request_id=request_id,
         )
 

@@ -28,6 +28,18 @@ from specbridge.errors import ConfigError, InvalidRequest
 log = logging.getLogger(__name__)
 
 
+def unicode_bytes(text: str, what: str, param: str | None = None) -> bytes:
+    """`text` in UTF-8. Raises InvalidRequest naming `what` if it holds half of a surrogate pair."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            f"{what} has a lone surrogate U+{ord(text[error.start]):04X} at character {error.start}; "
+            "send whole characters",
+            param=param,
+        ) from None
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
     """What a request that leaves a field out gets: the model's generation_config, else OpenAI's defaults."""
@@ -170,7 +182,11 @@ class Tokenizer:
         return ""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a raw prompt; special tokens (a leading BOS) as the tokenizer's post-processor says."""
+        """Ids of a raw prompt; special tokens (a leading BOS) as the tokenizer's post-processor says.
+
+        Raises InvalidRequest for text that is not Unicode (half of a surrogate pair, as JSON escapes allow).
+        """
+        unicode_bytes(text, "the text")
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def render_chat(

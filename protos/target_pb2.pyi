@@ -246,16 +246,16 @@ class Recapture(_message.Message):
     def __init__(self, session: _Optional[_Union[_common_pb2.SessionKey, _Mapping]] = ..., first: _Optional[int] = ..., cause: _Optional[str] = ...) -> None: ...
 
 class ChannelReply(_message.Message):
-    __slots__ = ("offer", "attached", "chunk", "refused")
+    __slots__ = ("offer", "attached", "chunks", "refused")
     OFFER_FIELD_NUMBER: _ClassVar[int]
     ATTACHED_FIELD_NUMBER: _ClassVar[int]
-    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     offer: Offer
     attached: Attached
-    chunk: Chunk
+    chunks: Chunks
     refused: Refused
-    def __init__(self, offer: _Optional[_Union[Offer, _Mapping]] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
+    def __init__(self, offer: _Optional[_Union[Offer, _Mapping]] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ..., chunks: _Optional[_Union[Chunks, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
 
 class Offer(_message.Message):
     __slots__ = ("transport", "location", "handle", "slots", "row_width", "dtype", "data_offset", "nonce_length")
@@ -292,6 +292,12 @@ class Attached(_message.Message):
     row_width: int
     dtype: str
     def __init__(self, transport: _Optional[str] = ..., reason: _Optional[str] = ..., epoch: _Optional[bytes] = ..., slots: _Optional[int] = ..., row_width: _Optional[int] = ..., dtype: _Optional[str] = ...) -> None: ...
+
+class Chunks(_message.Message):
+    __slots__ = ("chunks",)
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    chunks: _containers.RepeatedCompositeFieldContainer[Chunk]
+    def __init__(self, chunks: _Optional[_Iterable[_Union[Chunk, _Mapping]]] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("chunk_id", "session", "first_position", "count", "first_slot", "generation", "tokens", "anchor", "has_anchor", "data", "event")

@@ -52,7 +52,7 @@ class SamplingParams:
         """Raises InvalidRequest (Unsupported for features not built) naming field, value and legal range."""
         for name, ok, legal in (
             ("temperature", 0.0 <= self.temperature <= 100.0, "in [0, 100]"),
-            ("top_k", 0 <= self.top_k < 2**31, "0 (off) or a positive integer"),
+            ("top_k", 0 <= self.top_k < 2**31, "0 (off) or an integer below 2^31"),
             ("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]"),
             ("min_p", 0.0 <= self.min_p < 1.0, "in [0, 1)"),
         ):

@@ -338,9 +338,7 @@ async def run_folder(chosen: str = "") -> AsyncIterator[Path]:
     Raises ConfigError if its path is too long for a socket.
     """
     temporary = not chosen
-    folder = (
-        Path(tempfile.mkdtemp(prefix="specbridge-")) if temporary else Path(chosen).expanduser().resolve()
-    )
+    folder = Path(chosen).expanduser().resolve() if chosen else Path(tempfile.mkdtemp(prefix="specbridge-"))
     if len(str(folder).encode()) > MAX_SOCKET_FOLDER and temporary:
         folder.rmdir()
         folder = Path(tempfile.mkdtemp(prefix="specbridge-", dir="/tmp"))
@@ -349,7 +347,10 @@ async def run_folder(chosen: str = "") -> AsyncIterator[Path]:
             f"run_dir {str(folder)!r} is too long for Unix sockets; use one of {MAX_SOCKET_FOLDER} bytes"
         )
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--run-dir {str(folder)!r}: {error.strerror}; name another") from None
         yield folder
     finally:
         if temporary:

@@ -195,11 +195,12 @@ class HiddenStateClient:
                 asyncio.create_task(self._live(outbox)),
             ]
             while (reply := await call.read()) is not grpc.aio.EOF:
-                if reply.WhichOneof("kind") != "chunk":
+                if reply.WhichOneof("kind") != "chunks":
                     raise Unavailable(
                         f"the target sent {reply.WhichOneof('kind')!r} where chunks are expected"
                     )
-                self._receive(reply.chunk, memory)
+                for chunk in reply.chunks.chunks:
+                    self._receive(chunk, memory)
             code = await call.code()
             if code is not grpc.StatusCode.OK:
                 raise Unavailable(await call.details() or code.name)

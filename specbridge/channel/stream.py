@@ -69,7 +69,7 @@ class ServerStream:
         self._context.add_done_callback(lambda _: driver.cancel())
         try:
             while (batch := await self._outbox.take()) is not None:
-                for reply in batch:
+                for reply in wire.merged(batch):
                     yield reply
         finally:
             driver.cancel()

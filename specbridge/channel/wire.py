@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from protos import target_pb2
 from specbridge.channel.attachment import Published
@@ -99,20 +99,36 @@ def chunk_to_pb(
     tokens: Sequence[int],
     anchor: int | None,
 ) -> target_pb2.ChannelReply:
-    return target_pb2.ChannelReply(
-        chunk=target_pb2.Chunk(
-            chunk_id=published.chunk_id,
-            session=key_to_pb(session),
-            first_position=first_position,
-            count=published.span.count,
-            first_slot=published.span.first,
-            generation=published.span.generation,
-            tokens=tokens,
-            anchor=anchor or 0,
-            has_anchor=anchor is not None,
-            data=published.payload,
-        )
+    chunk = target_pb2.Chunk(
+        chunk_id=published.chunk_id,
+        session=key_to_pb(session),
+        first_position=first_position,
+        count=published.span.count,
+        first_slot=published.span.first,
+        generation=published.span.generation,
+        tokens=tokens,
+        anchor=anchor or 0,
+        has_anchor=anchor is not None,
+        data=published.payload,
     )
+    return target_pb2.ChannelReply(chunks=target_pb2.Chunks(chunks=[chunk]))
+
+
+def merged(replies: Iterable[target_pb2.ChannelReply]) -> Iterator[target_pb2.ChannelReply]:
+    """The same messages with neighbouring chunks in one; rows that travel inside stay apart, for size."""
+    held: target_pb2.ChannelReply | None = None
+    for reply in replies:
+        light = reply.HasField("chunks") and not any(chunk.data for chunk in reply.chunks.chunks)
+        if held is not None and light:
+            held.chunks.MergeFrom(reply.chunks)
+            continue
+        if held is not None:
+            yield held
+        held = reply if light else None
+        if not light:
+            yield reply
+    if held is not None:
+        yield held
 
 
 def chunk_from_pb(pb: target_pb2.Chunk, memory: ConsumerMemory, *, slots: int) -> ReceivedChunk:

@@ -538,3 +538,26 @@ def test_the_gateway_loads_neither_torch_nor_transformers() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "a\ud800b"}]}),
+        (CHAT, {"messages": [{"role": "\udfff", "content": "a"}]}),
+        ("/v1/completions", {"prompt": "\ud800"}),
+        ("/v1/completions", {"prompt": "a", "cache_salt": "\ud800"}),
+        ("/tokenize", {"prompt": "\ud800"}),
+    ],
+)
+async def test_half_a_surrogate_pair_is_the_callers_mistake(
+    surface: Surface, path: str, fields: dict[str, Any]
+) -> None:
+    """JSON's \\uD800 is legal syntax and no character."""
+    surface.plays(*hello(surface))
+    headers = {"content-type": "application/json"}
+    async with surface.client(**headers) as client:
+        response = await client.post(path, content=json.dumps({"model": "toy", **fields}).encode())
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["type"] == "invalid_request_error"
+    assert "surrogate" in response.json()["error"]["message"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from specbridge import cli, serve
+from specbridge import cli, serve, stack
 from specbridge.chat import Answer, Pair, describe, difference, measure, overall, speedup, table
 from specbridge.clients import Ask, GenerationClient, Message, Piece, Summary
 from specbridge.errors import ConfigError, Unavailable
@@ -296,3 +297,15 @@ async def test_measure_counts_tokens_after_the_first_piece() -> None:
 def test_package_data_and_state_are_json(tmp_path: Path) -> None:
     config = ROOT / "draft_service" / "checkpoints" / "smollm2-135m" / "config.json"
     assert json.loads(config.read_text())["architectures"] == ["DFlashDraftModel"]
+
+
+def test_a_run_dir_that_cannot_be_a_folder_is_a_setting_that_cannot_work(tmp_path: Path) -> None:
+    taken = tmp_path / "file"
+    taken.write_text("")
+
+    async def use() -> None:
+        async with stack.run_folder(str(taken)):
+            raise AssertionError("not reached")
+
+    with pytest.raises(ConfigError, match="--run-dir"):
+        asyncio.run(use())

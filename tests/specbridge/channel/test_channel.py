@@ -13,7 +13,7 @@ import pytest
 from channel_peers import INSTANCE, KEY, ChannelDraft, ChannelTarget, fill, reserve_within, until
 
 from protos import target_pb2, target_pb2_grpc
-from specbridge.channel import shared_memory
+from specbridge.channel import shared_memory, wire
 from specbridge.channel.base import ChannelLayout, ReceivedChunk
 from specbridge.errors import InvalidRequest
 
@@ -474,7 +474,7 @@ async def test_a_nonsense_descriptor_ends_the_attachment(
         chunk = target_pb2.Chunk(chunk_id=1, data=bytes(4 * 48), **changed)
         current = target.channel._current
         assert current is not None
-        current.outbox.put(target_pb2.ChannelReply(chunk=chunk))
+        current.outbox.put(target_pb2.ChannelReply(chunks=target_pb2.Chunks(chunks=[chunk])))
         await until(lambda: len(draft.detached) == 1)
         assert message in draft.detached[0] and not draft.chunks
         await draft.until_attached(times=2)
@@ -489,7 +489,7 @@ async def test_inline_rows_of_another_length_end_the_attachment(address: str) ->
         current = target.channel._current
         assert current is not None
         chunk = target_pb2.Chunk(chunk_id=1, count=2, tokens=[1, 2], data=bytes(95))
-        current.outbox.put(target_pb2.ChannelReply(chunk=chunk))
+        current.outbox.put(target_pb2.ChannelReply(chunks=target_pb2.Chunks(chunks=[chunk])))
         await until(lambda: len(draft.detached) == 1)
         assert "95 bytes of rows, 2 rows take 96" in draft.detached[0]
 
@@ -510,3 +510,19 @@ async def test_a_location_outside_of_the_folder_is_not_opened(tmp_path: Path) ->
     )
     opened = try_offer(offer)
     assert opened.memory is None and "is not a segment" in opened.probe.reason
+
+
+def test_descriptors_that_wait_together_travel_together_and_in_order() -> None:
+    def reply(chunk_id: int, data: bytes = b"") -> target_pb2.ChannelReply:
+        chunk = target_pb2.Chunk(chunk_id=chunk_id, data=data)
+        return target_pb2.ChannelReply(chunks=target_pb2.Chunks(chunks=[chunk]))
+
+    attached = target_pb2.ChannelReply(attached=target_pb2.Attached(slots=8))
+    sent = list(wire.merged([attached, reply(1), reply(2), reply(3, b"rows"), reply(4), reply(5)]))
+    assert [[chunk.chunk_id for chunk in message.chunks.chunks] for message in sent] == [
+        [],
+        [1, 2],
+        [3],
+        [4, 5],
+    ]
+    assert sent[0].HasField("attached")

@@ -19,6 +19,7 @@ from typing import Any
 import grpc
 
 from protos import target_pb2, target_pb2_grpc
+from specbridge.channel import shared_memory
 from specbridge.channel.attachment import Reservation
 from specbridge.channel.base import AttachedInfo, ChannelLayout, ReceivedChunk
 from specbridge.channel.consumer import HiddenStateClient
@@ -195,3 +196,14 @@ if __name__ == "__main__":
         asyncio.run(consume(sys.argv[2], sys.argv[3], sys.argv[4], "hold" in sys.argv[5:]))
     else:
         asyncio.run(produce(sys.argv[2]))
+
+
+def leftovers(before: set[Path], patience_s: float = 15.0) -> list[Path]:
+    """Ring files that came since `before` and stay. Tests beside this one attach too: theirs are there for the
+    length of a handshake only.
+    """
+    left = set(shared_memory.FOLDER.glob("specbridge-*")) - before
+    end = time.monotonic() + patience_s
+    while any(path.exists() for path in left) and time.monotonic() < end:
+        time.sleep(0.02)
+    return [path for path in left if path.exists()]

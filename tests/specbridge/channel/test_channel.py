@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
-from channel_peers import INSTANCE, KEY, ChannelDraft, ChannelTarget, fill, reserve_within, until
+from channel_peers import INSTANCE, KEY, ChannelDraft, ChannelTarget, fill, leftovers, reserve_within, until
 
 from protos import target_pb2, target_pb2_grpc
 from specbridge.channel import shared_memory, wire
@@ -24,7 +24,7 @@ TRANSPORTS = ["shared_memory", "inline"]
 def no_leftovers() -> Iterator[None]:
     before = set(shared_memory.FOLDER.glob("specbridge-*"))
     yield
-    assert set(shared_memory.FOLDER.glob("specbridge-*")) <= before
+    assert not leftovers(before)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import channel_peers
 import pytest
-from channel_peers import KEY, ChannelDraft, ChannelTarget, fill, reserve_within, until
+from channel_peers import KEY, ChannelDraft, ChannelTarget, fill, leftovers, reserve_within, until
 
 from specbridge.channel import shared_memory
 from specbridge.channel.base import ChannelLayout
@@ -86,7 +86,7 @@ async def test_a_killed_consumer_frees_the_ring_and_leaves_no_file(
     async with ChannelTarget(address, slots=16, lease_s=60.0) as target:
         children.append(spawn("consumer", address, "shared_memory", str(out), "hold"))
         await until(lambda: target.channel.attached, timeout=60.0)
-        assert set(shared_memory.FOLDER.glob("specbridge-*")) <= before  # unlinked as soon as both hold it
+        assert not leftovers(before)  # unlinked as soon as both hold it
         fill(target, 16)
         await until(lambda: len(lines(out)) == 1)
         assert target.channel.reserve(1) is None
@@ -103,7 +103,7 @@ async def test_a_killed_consumer_frees_the_ring_and_leaves_no_file(
             await draft.until_attached()
             sent = fill(target, 16)
             await until(lambda: draft.data == [sent])
-    assert set(shared_memory.FOLDER.glob("specbridge-*")) <= before
+    assert not leftovers(before)
 
 
 async def test_a_producer_killed_in_the_handshake_leaves_a_file_for_the_next_to_remove(
@@ -148,7 +148,7 @@ async def test_a_killed_producer_is_noticed_and_leaves_no_file(
         assert draft.attached[0].transport == "shared_memory"
         child.send_signal(signal.SIGKILL)
         await until(lambda: len(draft.detached) == 1)
-        assert set(shared_memory.FOLDER.glob("specbridge-*")) <= before
+        assert not leftovers(before)
         Path(address.removeprefix("unix:")).unlink(missing_ok=True)
         async with ChannelTarget(address) as target:
             await draft.until_attached(times=2)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
 import sys
 from collections.abc import AsyncIterator
@@ -21,7 +22,7 @@ import uvloop
 from draft_service.config import DraftSettings
 from draft_service.engine import Engine
 from draft_service.link import TargetLink
-from draft_service.loading import Loaded, load_engine
+from draft_service.loading import Loaded, load_engine, resolve_device
 from draft_service.metrics import ChannelCollector, DraftMetrics
 from draft_service.startup_check import StartupCheck
 from protos import common_pb2, draft_pb2, draft_pb2_grpc
@@ -40,6 +41,7 @@ log = logging.getLogger(__name__)
 WARM_UP_SESSIONS = (1, 2, 4, 8)
 DRAIN_POLL_S = 0.02
 STREAM_GRACE_S = 0.5
+YIELD_TO_TARGET = 5
 
 
 class DraftServicer(draft_pb2_grpc.DraftServicer):
@@ -111,6 +113,11 @@ def run(settings: DraftSettings) -> int:
     configure_logging(settings.log_level, "draft")
     if settings.threads:
         torch.set_num_threads(settings.threads)
+    if resolve_device(settings.device) == "cpu":
+        # Before any thread is made: they inherit it. A draft pass runs while the target waits for it and
+        # loses
+        # nothing; what runs beside a forward of the target (context appends) must not take a core from it.
+        os.nice(YIELD_TO_TARGET)
     return uvloop.run(_serve(settings))
 
 

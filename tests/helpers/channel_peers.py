@@ -199,7 +199,8 @@ if __name__ == "__main__":
 
 
 def leftovers(before: set[Path], patience_s: float = 15.0) -> list[Path]:
-    """Ring files that came since `before` and stay. Tests beside this one attach too: theirs are there for the
+    """Ring files that came since `before` and stay. Tests beside this one attach too: theirs are there for
+    the
     length of a handshake only.
     """
     left = set(shared_memory.FOLDER.glob("specbridge-*")) - before

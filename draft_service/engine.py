@@ -263,6 +263,8 @@ class Engine:
         results = [self._release(key) for key in request.releases]
         results += [self._try_open(item) for item in request.opens]
         if results:
+            # Before the answer: whoever has it may ask at once who is here.
+            self.traffic = self._sessions.traffic(self.own_gateway)
             batch.send(results)
         self._desk.take(batch, request.proposes)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Generic, Protocol, TypeVar
 
@@ -82,7 +83,7 @@ class Exchange(Generic[ResultT, TimingsT]):
             self.future.set_result(None)
 
 
-class Link(Generic[InfoT, RequestT, ReplyT, ResultT, OpenT, TimingsT, ItemT]):
+class Link(ABC, Generic[InfoT, RequestT, ReplyT, ResultT, OpenT, TimingsT, ItemT]):
     """See the module. Callbacks, all on the event loop:
 
     on_result(result)              a result that no exchange waits for
@@ -112,6 +113,7 @@ class Link(Generic[InfoT, RequestT, ReplyT, ResultT, OpenT, TimingsT, ItemT]):
         self._flush_handle: asyncio.Handle | None = None
 
     # What differs between the services.
+    @abstractmethod
     def _request(
         self,
         batch_id: int,
@@ -119,16 +121,19 @@ class Link(Generic[InfoT, RequestT, ReplyT, ResultT, OpenT, TimingsT, ItemT]):
         items: tuple[ItemT, ...],
         releases: tuple[SessionKey, ...],
     ) -> RequestT:
-        raise NotImplementedError
+        """The service's request message for one batch."""
 
+    @abstractmethod
     def _results(self, reply: ReplyT) -> tuple[ResultT, ...]:
-        raise NotImplementedError
+        """A reply's results."""
 
+    @abstractmethod
     def _timings(self, reply: ReplyT) -> TimingsT | None:
-        raise NotImplementedError
+        """A reply's timings, if it has any."""
 
+    @abstractmethod
     def _is_released(self, result: ResultT) -> bool:
-        raise NotImplementedError
+        """Whether a result acknowledges a release."""
 
     # ---- sending ----------------------------------------------------------------------------
 

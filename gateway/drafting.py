@@ -49,6 +49,7 @@ class Entry:
     base: int
     max_depth: int
     tree: DraftTree = EMPTY_TREE
+    defer_rows: bool = False
 
 
 @dataclass(slots=True)
@@ -251,11 +252,15 @@ class Drafting:
         )
         plan = policy.plan(candidates)
         if plan.drafts:
+            plan = _caught_up(plan, entries, causes)
+        if plan.drafts:
             trees = await self._propose(entries, plan, phase, cohort=cohort, target=target, causes=causes)
             for entry, tree in zip(entries, policy.cut(candidates, trees), strict=True):
                 entry.tree = tree
         elif any(c.max_nodes for c in candidates):
             phase.skipped = plan.skipped or "budget"
+            for entry in entries:
+                entry.defer_rows = plan.skipped == "budget" and entry.session.speculate
         elif causes:
             phase.skipped = causes.most_common(1)[0][0]
         for cause, count in causes.items():
@@ -335,6 +340,16 @@ class Drafting:
             log.info("session %s: the draft says %s", entry.key, result.error)
             self.lost(session, now)
         return EMPTY_TREE
+
+
+def _caught_up(plan: Plan, entries: Sequence[Entry], causes: Counter[str]) -> Plan:
+    """No nodes for sessions whose last rows the draft has not been told of: this round brings them."""
+    late = [bool(n and e.session.rows_deferred) for e, n in zip(entries, plan.nodes, strict=True)]
+    if not any(late):
+        return plan
+    causes["deferred"] += sum(late)
+    nodes = tuple(0 if is_late else n for is_late, n in zip(late, plan.nodes, strict=True))
+    return Plan(nodes, "" if any(nodes) else "deferred")
 
 
 def entry_for(session: Session, *, block_size: int, max_length: int) -> Entry:

@@ -270,6 +270,7 @@ FALLBACK_CAUSES: Sequence[str] = (
     "no_context",  # the target says that the draft cannot follow
     "invalid_tree",  # a tree that breaks the contract
     "backoff",  # not asked after repeated NOT_READY
+    "deferred",  # the draft is about to be told of rows that were held back while the budget skipped it
 )
 REOPEN_CAUSES: Sequence[str] = (
     "disconnected",

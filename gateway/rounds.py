@@ -107,8 +107,10 @@ class RoundRunner:
             return
         sent = time.monotonic()
         exchange = self._target.send(
-            tuple(Verify(e.key, e.base, e.tree) for e in entries), [e.key for e in entries]
+            tuple(Verify(e.key, e.base, e.tree, e.defer_rows) for e in entries), [e.key for e in entries]
         )
+        for entry in entries:
+            entry.session.rows_deferred = entry.defer_rows
         self.wake_readers()
         complete = await self._target.wait(exchange, self._limits.target_timeout)
         answered = time.monotonic()

@@ -99,6 +99,8 @@ class Session:
         self.not_ready = 0
         self.blind_rounds = 0
         self.skip_rounds = 0
+        self.rows_deferred = False
+        """The draft has not been told of the last rounds' rows (Verify.defer_rows)."""
 
         self.cached_tokens = 0
         self._observer = observer
@@ -185,6 +187,7 @@ class Session:
         if self._first_at is None:
             self.cached_tokens = result.cached_tokens
         self.ledger.add_plain(len(result.tokens))
+        self.rows_deferred = False
         self._take(result)
 
     def take_round(self, result: TargetResult, drafted: int) -> None:

@@ -102,14 +102,16 @@ class TargetOpen(_message.Message):
     def __init__(self, session: _Optional[_Union[_common_pb2.SessionKey, _Mapping]] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[_common_pb2.StopParams, _Mapping]] = ..., draft_prefix: _Optional[int] = ..., speculate: _Optional[bool] = ..., cache_salt: _Optional[bytes] = ..., want_logprobs: _Optional[int] = ...) -> None: ...
 
 class Verify(_message.Message):
-    __slots__ = ("session", "base", "tree")
+    __slots__ = ("session", "base", "tree", "defer_rows")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
     TREE_FIELD_NUMBER: _ClassVar[int]
+    DEFER_ROWS_FIELD_NUMBER: _ClassVar[int]
     session: _common_pb2.SessionKey
     base: int
     tree: _common_pb2.DraftTree
-    def __init__(self, session: _Optional[_Union[_common_pb2.SessionKey, _Mapping]] = ..., base: _Optional[int] = ..., tree: _Optional[_Union[_common_pb2.DraftTree, _Mapping]] = ...) -> None: ...
+    defer_rows: bool
+    def __init__(self, session: _Optional[_Union[_common_pb2.SessionKey, _Mapping]] = ..., base: _Optional[int] = ..., tree: _Optional[_Union[_common_pb2.DraftTree, _Mapping]] = ..., defer_rows: _Optional[bool] = ...) -> None: ...
 
 class Release(_message.Message):
     __slots__ = ("session",)

@@ -146,9 +146,12 @@ class TargetOpen:
 
 @dataclass(frozen=True, slots=True)
 class Verify:
+    """defer_rows: the draft will not be asked right after this round, so its rows may be announced later."""
+
     session: SessionKey
     base: int
     tree: DraftTree = EMPTY_TREE
+    defer_rows: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -174,7 +174,9 @@ def target_request_to_pb(request: r.TargetRequest) -> target_pb2.TargetRequest:
         batch_id=request.batch_id,
         open=[target_open_to_pb(o) for o in request.opens],
         verify=[
-            target_pb2.Verify(session=key_to_pb(v.session), base=v.base, tree=tree_to_pb(v.tree))
+            target_pb2.Verify(
+                session=key_to_pb(v.session), base=v.base, tree=tree_to_pb(v.tree), defer_rows=v.defer_rows
+            )
             for v in request.verifies
         ],
         release=[target_pb2.Release(session=key_to_pb(key)) for key in request.releases],
@@ -185,7 +187,10 @@ def target_request_from_pb(pb: target_pb2.TargetRequest) -> r.TargetRequest:
     return r.TargetRequest(
         batch_id=pb.batch_id,
         opens=tuple(target_open_from_pb(o) for o in pb.open),
-        verifies=tuple(r.Verify(key_from_pb(v.session), v.base, tree_from_pb(v.tree)) for v in pb.verify),
+        verifies=tuple(
+            r.Verify(key_from_pb(v.session), v.base, tree_from_pb(v.tree), defer_rows=v.defer_rows)
+            for v in pb.verify
+        ),
         releases=tuple(key_from_pb(release.session) for release in pb.release),
     )
 

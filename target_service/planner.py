@@ -166,7 +166,9 @@ class Planner:
         for item in plan.verifies:
             session, rows = item.session, item.rows
             assert session is not None and rows is not None
-            item.reserved = self._reserve_rows(session, session.kv_length, rows.depth + 1)
+            item.reserved = self._reserve_rows(
+                session, session.kv_length, rows.depth + 1, defer=item.verify.defer_rows
+            )
             if item.reserved is None and self._capture.wants(
                 session.capture, session.kv_length, rows.depth + 1
             ):
@@ -186,12 +188,14 @@ class Planner:
             kept.append(chunk)
         plan.prefills = kept
 
-    def _reserve_rows(self, session: Session, first: int, count: int) -> Reserved | None:
+    def _reserve_rows(
+        self, session: Session, first: int, count: int, *, defer: bool = False
+    ) -> Reserved | None:
         capture = session.capture
         if capture.following and capture.position < first:
             # Rows were committed that never got published; they have to run again first.
             self._capture.suspend(capture, "gap")
-        return self._capture.reserve(capture, first, count)
+        return self._capture.reserve(capture, first, count, defer=defer)
 
     def _take_recapture(self, plan: StepPlan) -> None:
         """At most one re-captured chunk a step, of the oldest session that misses rows."""

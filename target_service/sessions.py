@@ -253,6 +253,7 @@ class SessionBook:
         place = (session.key.gateway, session.key.number)
         if self._sessions.get(place) is session:
             del self._sessions[place]
+        self.capture.close(session.capture, keep=keep_pages)
         self.cache.release(session.table, keep=keep_pages)
 
     def fail(self, session: Session, error: SpecBridgeError) -> None:

@@ -165,6 +165,7 @@ class Stepper:
             first=base,
             tokens=committed,
             anchor=None if outcome.finish_reason else session.anchor,
+            defer=item.verify.defer_rows and not outcome.finish_reason,
         )
         item.reserved = None
         self._metrics.tokens.inc(len(outcome.tokens))

@@ -189,6 +189,7 @@ class _TargetSession:
     seed: int
     speculate: bool
     ready: bool = False
+    published: int = 0
 
     @property
     def base(self) -> int:
@@ -222,6 +223,7 @@ class FakeTarget(_Service):
         self.open_script: Callable[[TargetOpen], SpecBridgeError | None] = lambda _open: None
         self.in_flight = 0
         self.most_in_flight = 0
+        self.verified: list[Verify] = []
         self.verified_nodes: list[int] = []
         self.most_rows = 0
         self.opened: list[TargetOpen] = []
@@ -308,6 +310,7 @@ class FakeTarget(_Service):
         self._reply(TargetReply(0, (result,)), epoch)
 
     def _publish(self, session: _TargetSession, first: int, count: int) -> None:
+        session.published = first + count
         if self.draft is not None and session.speculate:
             self.draft.rows(session.key, first, session.tokens[first : first + count])
 
@@ -334,6 +337,7 @@ class FakeTarget(_Service):
         # The receiver validates: a gateway that lets a bad tree through fails the test loudly.
         limit = max(0, session.prompt_length + session.stop.max_tokens - len(session.tokens) - 1)
         item.tree.validate(vocab_size=VOCAB, max_nodes=self.max_tree_nodes, max_depth=limit)
+        self.verified.append(item)
         self.verified_nodes.append(len(item.tree))
         return self._walk(session, item)
 
@@ -357,7 +361,8 @@ class FakeTarget(_Service):
             if reason is not FinishReason.RUNNING or child is None:
                 break
             node = child
-        self._publish(session, base, len(session.tokens) - 1 - base)
+        if not item.defer_rows:
+            self._publish(session, session.published, len(session.tokens) - 1 - session.published)
         return TargetResult(
             item.session, TargetResultKind.VERIFIED, base=base, kv_length=base + len(accepted) + 1,
             tokens=tuple(tokens), accepted=tuple(accepted), finish_reason=reason,

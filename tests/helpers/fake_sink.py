@@ -39,6 +39,10 @@ class FakeSink:
         self.open: set[SinkReservation] = set()
         self.chunks: list[SinkChunk] = []
 
+    @property
+    def ring_used(self) -> int:
+        return self.used
+
     def reserve(self, rows: int) -> SinkReservation | None:
         if not self.attached or self.hold or self.used + rows > self.ring_slots:
             return None

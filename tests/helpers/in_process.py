@@ -231,6 +231,10 @@ class InProcessChannel:
     def ring_slots(self) -> int:
         return self.slots
 
+    @property
+    def ring_used(self) -> int:
+        return self._used
+
     def reserve(self, rows: int) -> _Reservation | None:
         import torch
 

@@ -1,0 +1,54 @@
+"""While the budget skips the draft, rows are deferred; before the draft is asked again, one round brings
+them."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fake_services import FakeDraft, FakeTarget, linked, oracle, plain
+from scheduler_harness import Recorder, collect, make_request, run_scheduler
+
+from gateway.limits import SchedulerLimits
+from gateway.scheduler import Scheduler
+
+# Room for trees of up to two sessions; with three, the round skips the draft.
+LIMITS = SchedulerLimits(tree_budget=5, max_verify_rows=12, min_tree=4)
+
+
+def test_speculation_comes_back_without_a_miss_when_the_load_falls() -> None:
+    target, draft = FakeTarget(), FakeDraft(oracle)
+    linked(target, draft)
+    observer = Recorder()
+    lengths = (30, 30, 150, 60)
+    requests = [make_request(i, max_tokens=n, ignore_eos=True) for i, n in enumerate(lengths)]
+
+    async def body(scheduler: Scheduler) -> None:
+        texts = await asyncio.gather(*(collect(scheduler, r) for r in requests))
+        for request, text in zip(requests, texts, strict=True):
+            assert text.tokens == plain(request.tokens, request.stop, request.seed or 0).tokens
+
+    run_scheduler(body, target, draft, limits=LIMITS, observer=observer)
+    assert any(v.defer_rows for v in target.verified)
+    assert not any(v.defer_rows and v.tree for v in target.verified)
+    skipped = [r for r in observer.rounds if r.skipped == "budget"]
+    assert skipped and all(r.sessions >= 3 for r in skipped)
+    speculating = [r for r in observer.rounds if r.speculating]
+    assert speculating and all(r.sessions <= 2 for r in speculating)
+    # Each session catches up once, and the draft is never asked for rows it can't have.
+    assert 1 <= observer.fallbacks["deferred"] <= len(lengths)
+    assert not observer.fallbacks["not_ready"]
+    assert sum(r.accepted for r in observer.rounds) == sum(r.nodes for r in observer.rounds) > 0
+
+
+def test_a_session_without_speculation_defers_nothing() -> None:
+    target, draft = FakeTarget(), FakeDraft(oracle)
+    linked(target, draft)
+    requests = [make_request(i, max_tokens=20, speculate=i > 0) for i in range(4)]
+
+    async def body(scheduler: Scheduler) -> None:
+        await asyncio.gather(*(collect(scheduler, r) for r in requests))
+
+    run_scheduler(body, target, draft, limits=LIMITS)
+    deferred = {v.session.number for v in target.verified if v.defer_rows}
+    plain_numbers = {item.session.number for item in target.opened if not item.speculate}
+    assert deferred and not deferred & plain_numbers

@@ -76,8 +76,13 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 def report(
     name: str, header: Sequence[str], rows: Sequence[Sequence[object]], out: Path | None, **extra: Any
 ) -> None:
-    """Print the table; with `out`, write it and its provenance as JSON too."""
+    """Print the table; with `out`, write it and its provenance as JSON too.
+
+    extra `synthetic` (see below): what of the services was not real is printed and written with the figures.
+    """
     print(table(header, rows), flush=True)
+    for line in _warnings(extra.get("synthetic") or {}):
+        print(line, flush=True)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         body = {
@@ -88,6 +93,26 @@ def report(
             **extra,
         }
         out.write_text(json.dumps(body, indent=1) + "\n")
+
+
+def synthetic(url: str) -> dict[str, Any]:
+    """What the stack at `url` says is not real: `dummy_weights`, `simulated_acceptance`; {} if all is."""
+    import httpx
+
+    model = httpx.get(f"{url}/v1/models", timeout=10.0).json()["data"][0]
+    found = {name: model.get(name) for name in ("dummy_weights", "simulated_acceptance")}
+    return {name: value for name, value in found.items() if value}
+
+
+def _warnings(found: dict[str, Any]) -> list[str]:
+    lines = []
+    if found.get("dummy_weights"):
+        lines.append("DUMMY WEIGHTS: times are those of the shape, texts mean nothing")
+    if found.get("simulated_acceptance"):
+        lines.append(
+            f"SIMULATED ACCEPTANCE: {found['simulated_acceptance']}; tokens per round are its, not a model's"
+        )
+    return lines
 
 
 def arguments(doc: str | None) -> argparse.ArgumentParser:

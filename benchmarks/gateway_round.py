@@ -3,11 +3,12 @@
     python -m benchmarks.gateway_round [--streams 1 8 32] [--rounds 300] [--nodes 15] [--service-ms 5]
 
 The target and the draft are scripted: they answer after `--service-ms` with a tree of `--nodes` nodes or with
-accepted tokens, and report the time they took. Two set-ups: "in process" (no sockets, no protobuf) and "gRPC"
-(both services in one other process over Unix sockets, as in production). Columns, medians in ms:
+accepted tokens, and report the time they took, stamped as the real ones do (from gRPC, back to gRPC). Two
+set-ups: "in process" (no sockets, no protobuf) and "gRPC" (both services in one other process, each with an
+engine thread, over a Unix socket, as in production). Columns, medians in ms:
 
     gateway   time of a round outside the two waits: building batches, applying results
-    rpc       time of the waits that the services do not account for: protobuf, sockets, event loop, readers
+    rpc       time of the waits that the services do not account for: protobuf here, sockets, wake-ups
     sum       round − draft's own time − target's own time: all that is not the services'
 
 """
@@ -18,8 +19,10 @@ import argparse
 import asyncio
 import contextlib
 import multiprocessing
+import queue
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -50,6 +53,7 @@ from specbridge.rounds import (
     TargetResultKind,
     TargetTimings,
 )
+from specbridge.rounds_stream import RoundsStream
 from specbridge.server import server_options
 from specbridge.tree import DraftTree
 
@@ -69,7 +73,9 @@ def tree_of(nodes: int, max_depth: int) -> DraftTree:
 
 
 class ScriptedTarget:
-    """Answers at once; the caller adds the delay."""
+    """Answers at once; the caller adds the delay. received: perf_counter_ns of a request's arrival."""
+
+    opened = TargetResultKind.OPENED
 
     def info(self) -> TargetInfo:
         return TargetInfo(
@@ -79,7 +85,7 @@ class ScriptedTarget:
             dtype="bfloat16", device="cpu", instance=b"t" * 16,
         )  # fmt: skip
 
-    def answer(self, request: TargetRequest, service_ns: int) -> list[TargetReply]:
+    def answer(self, request: TargetRequest, received: int) -> list[TargetReply]:
         replies = []
         results = [TargetResult(key, TargetResultKind.RELEASED) for key in request.releases]
         for o in request.opens:
@@ -99,19 +105,21 @@ class ScriptedTarget:
                     )
                 )  # fmt: skip
             rows = sum(len(v.tree) + 1 for v in request.verifies)
-            timings = TargetTimings(rows=rows, service_ns=service_ns)
+            timings = TargetTimings(rows=rows, service_ns=time.perf_counter_ns() - received)
             replies.append(TargetReply(request.batch_id, tuple(verified), timings))
         return replies
 
 
 class ScriptedDraft:
+    opened = None
+
     def info(self) -> DraftInfo:
         return DraftInfo(
             drafter_id="scripted", fingerprint="x", block_size=16, mask_token_id=1, target_layer_ids=(1,),
             max_nodes=256, vocab_size=VOCAB, instance=b"d" * 16, attached=True,
         )  # fmt: skip
 
-    def answer(self, request: DraftRequest, service_ns: int) -> list[DraftReply]:
+    def answer(self, request: DraftRequest, received: int) -> list[DraftReply]:
         replies = []
         results = [DraftResult(key, DraftResultKind.RELEASED) for key in request.releases]
         results += [DraftResult(o.session, DraftResultKind.OPENED) for o in request.opens]
@@ -124,7 +132,8 @@ class ScriptedDraft:
                 )
                 for p in request.proposes
             )
-            replies.append(DraftReply(request.batch_id, proposed, DraftTimings(service_ns=service_ns)))
+            timings = DraftTimings(service_ns=time.perf_counter_ns() - received)
+            replies.append(DraftReply(request.batch_id, proposed, timings))
         return replies
 
 
@@ -153,8 +162,7 @@ class InProcess:
         loop.call_later(self.delay_s if slow else 0.0, self._answer, request, time.perf_counter_ns())
 
     def _answer(self, request: Any, sent_ns: int) -> None:
-        # The wait on the loop's timer is the service's time, the rest of this turn is ours.
-        for reply in self.service.answer(request, time.perf_counter_ns() - sent_ns):
+        for reply in self.service.answer(request, sent_ns):
             if self.connected:
                 self._listener.on_reply(reply)
 
@@ -165,7 +173,7 @@ class InProcess:
 
 
 class Rounds:
-    """A servicer's Rounds and GetInfo over a scripted service."""
+    """A servicer's Rounds and GetInfo over a scripted service; its engine is a thread that sleeps."""
 
     service: Any
     info_to_pb: Any
@@ -174,18 +182,33 @@ class Rounds:
 
     def __init__(self, delay_s: float) -> None:
         self.delay_s = delay_s
+        self._inbox: queue.SimpleQueue[tuple[Any, int, Any]] = queue.SimpleQueue()
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            request, received, reply = self._inbox.get()
+            if getattr(request, "verifies", ()) or getattr(request, "proposes", ()):
+                time.sleep(self.delay_s)
+            for message in self.service.answer(request, received):
+                reply(message)
 
     async def GetInfo(self, request: Any, context: Any) -> Any:
         return self.info_to_pb(self.service.info())
 
     async def Rounds(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-        async for pb in requests:
+        stream: RoundsStream[Any] = RoundsStream(opened=self.service.opened)
+
+        def take(pb: Any) -> int:
             received = time.perf_counter_ns()
-            request = self.from_pb(pb)
-            if getattr(request, "verifies", ()) or getattr(request, "proposes", ()):
-                await asyncio.sleep(self.delay_s)
-            for reply in self.service.answer(request, time.perf_counter_ns() - received):
-                yield self.to_pb(reply)
+            self._inbox.put((self.from_pb(pb), received, stream.reply))
+            return 1  # the client does not half-close: what is owed does not matter
+
+        async for message in stream.answers(requests, take):
+            reply = self.to_pb(message)
+            if message.timings is not None:
+                reply.timings.service_ns += stream.since_reply()
+            yield reply
 
 
 class TargetRounds(Rounds, target_pb2_grpc.TargetServicer):

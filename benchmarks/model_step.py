@@ -4,8 +4,7 @@
     bfloat16]
 
 All row counts and the transformers step take turns, so that a disturbed machine disturbs them alike; medians.
-Rows above one are a tree of depth up to 8, as a verify pass has them; a commit of one row follows each
-forward.
+Rows above one are a tree of depth up to 8, as a verify pass has them; each pass commits its anchor.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,10 @@ import torch
 
 from benchmarks.common import arguments, report
 from specbridge.models import resolve_target
+from specbridge.rounds import SamplingParams
 from target_service.runner import Runner, load_runner
-from target_service.step import Commit, Segment, Step
+from target_service.sampling import ChoiceRule, RowGroup
+from target_service.step import NO_SLOT, Segment, Step
 
 PAGE = 16
 
@@ -40,11 +42,14 @@ def tree_step(rows: int, context: int, pages: tuple[int, ...], sessions: int) ->
     )
     generator = torch.Generator().manual_seed(0)
     count = rows * sessions
+    positions = torch.tensor(depths * sessions) + context
+    greedy = RowGroup(ChoiceRule(SamplingParams()), 0, (positions + 1).tolist())
     return Step(
         torch.randint(5, 1000, (count,), generator=generator),
-        torch.tensor(depths * sessions) + context,
+        positions,
         segments,
         torch.arange(count),
+        groups=(greedy,),
     )
 
 
@@ -54,16 +59,16 @@ def prefill(runner: Runner, context: int, pages: tuple[int, ...]) -> float:
     for start in range(0, context, 128):
         count = min(128, context - start)
         tokens = torch.arange(start, start + count) % 997 + 5
-        runner.forward(
+        at = torch.arange(start, start + count)
+        runner.run(
             Step(
                 tokens,
-                torch.arange(start, start + count),
+                at,
                 (Segment(0, count, start, pages),),
                 torch.tensor([count - 1]),
+                slots=torch.tensor(pages)[at // PAGE] * PAGE + at % PAGE,
             )
         )
-        at = torch.arange(start, start + count)
-        runner.commit(Commit(torch.arange(count), torch.tensor(pages)[at // PAGE] * PAGE + at % PAGE))
     return time.perf_counter() - begin
 
 
@@ -117,10 +122,12 @@ def main() -> int:
 
     def ours(rows: int) -> Callable[[], None]:
         step = tree_step(rows, args.context, pages, args.sessions)
+        slots = torch.full((len(step.tokens),), NO_SLOT)
+        slots[0] = slot
+        step = replace(step, slots=slots)
 
         def once() -> None:
-            runner.forward(step)
-            runner.commit(Commit(torch.tensor([0]), slot))
+            runner.run(step)
 
         return once
 

@@ -122,8 +122,9 @@ def main() -> None:
                 common.table(("streams", "plain", "spec", "ratio", "min", "tokens/round"), rows[-1:]),
                 flush=True,
             )
+        what = common.synthetic(spec.url)
     header = ("streams", "plain tok/s", "speculative tok/s", "ratio", "lowest ratio", "tokens per round")
-    common.report("speedup", header, rows, args.out)
+    common.report("speedup", header, rows, args.out, synthetic=what)
 
 
 if __name__ == "__main__":

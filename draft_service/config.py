@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from specbridge.settings import Settings
 
@@ -16,6 +16,18 @@ class DraftSettings(Settings):
     """Drafter: a folder, a Hugging Face id, or "auto" for the one shipped for the built-in target."""
     target: str = "smollm2-135m"
     """Target whose embedding, head and tokenizer are borrowed: a folder, a Hugging Face id or built-in name.
+    """
+    load_format: Literal["auto", "dummy"] = "auto"
+    """"dummy": random weights of the configurations' shapes, no checkpoint read; to measure time only."""
+    config: str = ""
+    """With load-format dummy: the target's config.json, or a folder that holds one; empty: --target's."""
+    drafter_config: str = ""
+    """With load-format dummy: the drafter's config.json (z-lab or speculators layout), or a folder that holds
+    one; empty: --draft's, or the folder `dflash` beside the target's.
+    """
+    simulate_acceptance: str = ""
+    """Propose as if right as often as this acceptance file, or a mean acceptance length, says; the target
+    needs the same. Empty: off.
     """
     target_address: str = "127.0.0.1:50051"
     """Where the target service listens: unix:/path or host:port."""
@@ -37,6 +49,8 @@ class DraftSettings(Settings):
     """Context append: one stacked K/V product for all layers, or layer by layer. Equal results."""
     eager: bool = True
     """Begin a session's block pass when its hidden states arrive, before the gateway asks."""
+    cuda_graphs: bool = True
+    """On a GPU, replay the draft pass as CUDA graphs, captured at the start. Off: the same trees, slower."""
     kv_tokens: int = Field(default=0, ge=0)
     """Context tokens held in all, cached prefixes included; 0: 4 sessions of max_length, at most 64 Ki
     tokens.
@@ -51,7 +65,11 @@ class DraftSettings(Settings):
     """Most candidate tokens per position; 0: as many as the tree can use."""
     session_lease: float = Field(default=10.0, gt=0)
     """Seconds that the sessions of a gateway outlive its broken stream."""
-    transport: Literal["auto", "shared_memory", "inline"] = "auto"
+    project_on_target: bool = False
+    """Have the target apply the drafter's first product (fc and its norm) to the hidden states: a row is then
+    one hidden size wide instead of one a tap.
+    """
+    transport: Literal["auto", "cuda_ipc", "shared_memory", "inline"] = "auto"
     """Hidden-state transport; "auto" lets the handshake choose the best that works."""
     sample_from_anchor: bool | None = None
     """Overrides the checkpoint's block convention: true, the anchor's own row is the first proposal."""
@@ -70,3 +88,18 @@ class DraftSettings(Settings):
     """Passes per point of the draft-cost curve; 0: do not measure."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe log lines shown."""
+
+    @model_validator(mode="after")
+    def _combinations(self) -> Self:
+        for name, value in (("config", self.config), ("drafter_config", self.drafter_config)):
+            if value and self.load_format != "dummy":
+                raise ValueError(
+                    f"{name} {value!r} is read with load_format dummy only; a real drafter brings its own, "
+                    "name it with --draft and its target with --target"
+                )
+        return self
+
+    @property
+    def synthetic(self) -> bool:
+        """Nothing this drafter proposes is its own: there is nothing to check about it."""
+        return self.load_format == "dummy" or bool(self.simulate_acceptance)

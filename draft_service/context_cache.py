@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from draft_service.device_appends import DeviceAppends
 from draft_service.drafter import Drafter
 from specbridge.errors import CapacityError
 from specbridge.paging import PagedSequence, PagePool
@@ -46,16 +47,31 @@ class ContextCache:
     """`num_tokens` context rows in pages of `page_size`.
 
     fingerprint: of everything the rows depend on (both models' weights, dtype, taps); part of every page's
-    key.
+    key. cuda_graphs: on a GPU, append few rows by CUDA graphs.
     """
 
     def __init__(
-        self, drafter: Drafter, *, num_tokens: int, fingerprint: str, page_size: int = PAGE_SIZE
+        self,
+        drafter: Drafter,
+        *,
+        num_tokens: int,
+        fingerprint: str,
+        page_size: int = PAGE_SIZE,
+        cuda_graphs: bool = True,
     ) -> None:
         num_pages = max(1, num_tokens // page_size)
         self.pool = PagePool(num_pages, page_size, fingerprint=fingerprint.encode())
         self.pages = drafter.new_pages(num_pages, page_size)
-        self._drafter = drafter
+        self._appends = DeviceAppends(drafter, self.pages, graphs=cuda_graphs)
+
+    @property
+    def captured(self) -> int:
+        """CUDA graphs of appends."""
+        return self._appends.captured
+
+    def warm_up(self) -> None:
+        """Have no append be slow for being the first of its size. Writes to no page."""
+        self._appends.warm_up()
 
     def open(self, tokens: Sequence[int], *, salt: bytes = b"") -> PagedSequence:
         """Pin the pages already held for `tokens`; the last token is never among them, since the target
@@ -89,7 +105,7 @@ class ContextCache:
         features = (
             fitting[0].features if len(fitting) == 1 else torch.cat([item.features for item in fitting])
         )
-        self._drafter.append(self.pages, features, torch.tensor(positions), torch.tensor(slots))
+        self._appends.append(features, torch.tensor(positions), torch.tensor(slots))
         # Only now: a page must hold its rows before the index can hand it to somebody.
         overtaken: list[NewRows] = []
         for item in fitting:

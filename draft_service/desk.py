@@ -143,11 +143,12 @@ class Desk:
         now = self._clock()
         ready: list[tuple[Waiting, Session]] = []
         behind: list[Waiting] = []
+        refused: dict[Batch, list[DraftResult]] = {}
         for waiting in self._waiting:
             try:
                 session = self._standing(waiting.propose)
             except SpecBridgeError as error:
-                self._answer_error(waiting, error)
+                refused.setdefault(waiting.batch, []).append(self._error_result(waiting.propose, error))
                 continue
             if session is not None:
                 ready.append((waiting, session))
@@ -155,6 +156,8 @@ class Desk:
                 behind.append(waiting)
             else:
                 self._not_ready(waiting)
+        for batch, results in refused.items():
+            batch.send(results)
         if ready and behind:
             if self._coalesce_until is None:
                 self._coalesce_until = now + COALESCE_S
@@ -328,9 +331,11 @@ class Desk:
         return Ask(session, anchor, min(max_nodes, self._limits.max_nodes), depth)
 
     def _answer_error(self, waiting: Waiting, error: SpecBridgeError) -> None:
+        waiting.batch.send([self._error_result(waiting.propose, error)])
+
+    def _error_result(self, propose: Propose, error: SpecBridgeError) -> DraftResult:
         self._metrics.proposals.labels(_label(error)).inc()
-        propose = waiting.propose
-        waiting.batch.send([DraftResult(propose.session, DraftResultKind.ERROR, propose.base, error=error)])
+        return DraftResult(propose.session, DraftResultKind.ERROR, propose.base, error=error)
 
 
 def _drafted(ask: Ask, tree: DraftTree, now: float) -> Drafted:

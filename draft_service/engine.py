@@ -18,6 +18,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
+from prometheus_client import Counter
+
 from draft_service.context_cache import ContextCache
 from draft_service.desk import Batch, Desk, EngineLimits, Reply
 from draft_service.drafter import Reading
@@ -34,7 +36,15 @@ from specbridge.errors import (
     Stale,
     Unavailable,
 )
-from specbridge.rounds import CostPoint, DraftOpen, DraftRequest, DraftResult, DraftResultKind, SessionKey
+from specbridge.rounds import (
+    CostPoint,
+    DraftOpen,
+    DraftRequest,
+    DraftResult,
+    DraftResultKind,
+    SessionKey,
+    check_token_ids,
+)
 from specbridge.tree import DraftTree
 
 log = logging.getLogger(__name__)
@@ -118,6 +128,8 @@ class Engine:
         def warm_up() -> None:
             try:
                 if warm_up_sessions:
+                    limits = self.limits
+                    self._proposer.warm_up(max_sessions=limits.max_sessions, max_nodes=limits.max_nodes)
                     self._proposer.measure(warm_up_sessions[:1], context, 1)
                     self.draft_cost = self._proposer.measure(warm_up_sessions, context, repeats)
             except BaseException as error:
@@ -136,12 +148,14 @@ class Engine:
         """Set where acknowledgements and re-captures go."""
         self._queue.put(lambda: self._ingest.connect(channel))
 
-    def submit(self, request: DraftRequest, reply: Reply, *, stream: object = None) -> None:
+    def submit(
+        self, request: DraftRequest, reply: Reply, *, stream: object = None, received: int | None = None
+    ) -> None:
         """Take a batch; `reply` is called from the engine's thread, once or several times with its batch_id:
         opens and releases at once, proposals as they are ready. stream: identifies the caller's stream, for
-        leases.
+        leases. received: perf_counter_ns of the batch's arrival, if that was earlier than now.
         """
-        batch = Batch(request.batch_id, reply, time.perf_counter_ns())
+        batch = Batch(request.batch_id, reply, time.perf_counter_ns() if received is None else received)
         self._queue.put(lambda: self._take_request(request, batch, stream))
 
     def stream_closed(self, stream: object) -> None:
@@ -159,7 +173,12 @@ class Engine:
 
     def on_target_changed(self) -> None:
         """Another target than before has been attached: nothing its predecessor's rows made is kept."""
-        self._queue.put(self._target_changed)
+        changes = self._metrics.target_changes
+        self._queue.put(lambda: self._start_over("another target is attached", changes))
+
+    def on_rows_spoilt(self, reason: str) -> None:
+        """Rows that were appended were not what the target sent: what holds them can't be told apart."""
+        self._queue.put(lambda: self._start_over(reason, self._metrics.rows_spoilt))
 
     def replay(
         self, key: SessionKey, places: Sequence[Place], *, reading: Reading, max_nodes: int
@@ -200,6 +219,7 @@ class Engine:
     # ---- the thread --------------------------------------------------------------------------
 
     def _run(self) -> None:
+        self._guard(self._proposer.take_thread)
         while not self._closing:
             self._guard(self._turn)
         self._guard(self._desk.close)
@@ -283,6 +303,7 @@ class Engine:
 
     def _open(self, request: DraftOpen) -> DraftResult:
         key, tokens = request.session, request.tokens
+        key.validate()
         old = self._sessions.any_incarnation(key)
         if old is not None and old.key.incarnation > key.incarnation:
             raise Stale(f"session {key} has been re-opened as incarnation {old.key.incarnation}")
@@ -296,8 +317,7 @@ class Engine:
                 f"{len(tokens)} tokens exceed the drafter's {self.limits.max_length}: decode without it",
                 param="tokens",
             )
-        if max(tokens) >= vocab or min(tokens) < 0:
-            raise InvalidRequest(f"token {max(tokens)} is outside the vocabulary of {vocab}", param="tokens")
+        check_token_ids(tokens, vocab, name="tokens")
         request.sampling.validate()
         if old is not None:
             self._close_session(old)
@@ -343,9 +363,9 @@ class Engine:
         self._desk.forget_all()
         self._ingest.on_attached(info.slots)
 
-    def _target_changed(self) -> None:
-        log.warning("another target is attached: cached context is dropped, open sessions start over")
-        self._metrics.target_changes.inc()
+    def _start_over(self, reason: str, counter: Counter) -> None:
+        log.warning("%s: cached context is dropped, open sessions start over", reason)
+        counter.inc()
         self._desk.forget_all()
         self._ingest.void()
 

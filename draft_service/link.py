@@ -63,10 +63,12 @@ class TargetLink:
             address,
             target_layer_ids=self._config.target_layer_ids,
             normed_last_layer=self._config.normed_last_layer,
-            device="cpu",
+            projection=loaded.projection,
+            device=loaded.device,
             on_attached=self._attached,
             on_chunk=self._engine.on_chunk,
             on_detached=self._detached,
+            on_spoilt=self._engine.on_rows_spoilt,
             instance=owner.instance,
             transports=transports,
         )

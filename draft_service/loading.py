@@ -19,14 +19,17 @@ from draft_service.context_cache import PAGE_SIZE, ContextCache
 from draft_service.desk import EngineLimits
 from draft_service.drafter import Drafter
 from draft_service.drafter_config import DrafterConfig, TargetFacts
+from draft_service.drafter_files import DrafterFiles, Places, open_files
 from draft_service.drafter_layouts import parse_config
-from draft_service.drafter_weights import load_weights
 from draft_service.engine import Engine
+from draft_service.memory import check_memory
 from draft_service.metrics import DraftMetrics
 from draft_service.proposer import Proposer
 from draft_service.selfcheck import AcceptanceMonitor
+from draft_service.simulation import load_simulation
 from draft_service.startup_check import CheckText
-from specbridge.checkpoint import Checkpoint
+from kernels.tree import MOST_NODES
+from specbridge.channel.base import Projection
 from specbridge.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -37,55 +40,79 @@ PROPOSE_WAIT_S = {"cpu": 0.02, "cuda": 0.003}
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """An engine, not started yet, and what GetInfo tells about it."""
+    """An engine, not started yet, and what GetInfo tells about it. projection: for the target to apply."""
 
     engine: Engine
     config: DrafterConfig
     fingerprint: str
     max_nodes: int
     check_text: CheckText | None = None
+    device: str = "cpu"
+    dummy_weights: bool = False
+    simulated_acceptance: str = ""
+    projection: Projection | None = None
 
 
 def load_engine(settings: DraftSettings, draft: Path, target: Path, metrics: DraftMetrics) -> Loaded:
-    """Read the drafter in folder `draft` and what it borrows from folder `target`.
+    """Read the drafter in folder `draft` and what it borrows from folder `target`; of dummy models the
+    configurations only.
 
     Raises ConfigError naming what does not fit and the fix.
     """
     device = resolve_device(settings.device)
-    draft_files, target_files = Checkpoint(draft), Checkpoint(target)
-    facts = TargetFacts.read(target_files.config, target)
+    if device != "cpu" and settings.max_tree_nodes > MOST_NODES:
+        raise ConfigError(
+            f"max_tree_nodes is {settings.max_tree_nodes}; on a GPU trees have at most {MOST_NODES} nodes"
+        )
+    files = open_files(settings, Places(draft, target))
+    facts = TargetFacts.read(files.target_config, target)
     config = parse_config(
-        draft_files.config,
+        files.draft_config,
         facts,
-        fc_columns=_fc_columns(draft_files),
+        fc_columns=files.fc_columns,
         sample_from_anchor=settings.sample_from_anchor,
     )
-    dtype = resolve_dtype(settings.dtype, draft_files, device)
+    dtype = resolve_dtype(settings.dtype, files, device)
     max_length = settings.max_length or facts.max_length or config.max_position_embeddings
     kv_tokens = settings.kv_tokens or max(max_length, min(4 * max_length, DEFAULT_KV_TOKENS))
     drafter = Drafter(
         config,
-        load_weights(draft_files, target_files, config, dtype=dtype),
+        files.weights(config, dtype=dtype, device=device),
         dtype=dtype,
         device=device,
         max_position=max_length,
         window=settings.window or None,
         append=settings.append,
+        projected=settings.project_on_target,
     )
     # Context rows depend on all of this; pages of one are no use to another.
     identity = (
-        draft_files.fingerprint(),
-        target_files.fingerprint(),
+        *files.fingerprints,
         str(dtype),
         str(drafter.dtype),
         str(config.target_layer_ids),
         str(config.first_row),
     )
     fingerprint = hashlib.blake2b("/".join(identity).encode(), digest_size=16).hexdigest()
-    draft_files.close()
-    target_files.close()
-    cache = ContextCache(drafter, num_tokens=max(kv_tokens, PAGE_SIZE), fingerprint=fingerprint)
-    proposer = Proposer(drafter, cache, top_k=settings.top_k or None)
+    files.close()
+    num_tokens = max(kv_tokens, PAGE_SIZE)
+    if drafter.device.type == "cuda":
+        check_memory(drafter, num_tokens)
+    cache = ContextCache(
+        drafter, num_tokens=num_tokens, fingerprint=fingerprint, cuda_graphs=settings.cuda_graphs
+    )
+    if settings.cuda_graphs and drafter.device.type == "cuda" and not drafter.capturable:
+        log.warning("no CUDA graphs: in %s, or without triton, the drafter runs as plain torch", dtype)
+    simulation = load_simulation(
+        settings.simulate_acceptance, horizon=config.horizon, vocab_size=config.vocab_size, device=device
+    )
+    proposer = Proposer(
+        drafter,
+        cache,
+        top_k=settings.top_k or None,
+        simulation=simulation,
+        cuda_graphs=settings.cuda_graphs,
+    )
     wait = settings.propose_wait if settings.propose_wait >= 0 else PROPOSE_WAIT_S[device.split(":")[0]]
     limits = EngineLimits(
         max_sessions=settings.max_sessions,
@@ -110,8 +137,25 @@ def load_engine(settings: DraftSettings, draft: Path, target: Path, metrics: Dra
         cache.pool.num_pages * cache.pool.page_size,
         drafter.bytes_per_token / 1024,
     )
-    check_text = CheckText.read(target, config.vocab_size) if settings.selfcheck else None
-    return Loaded(engine, config, fingerprint, settings.max_tree_nodes, check_text)
+    dummy = settings.load_format == "dummy"
+    metrics.dummy_weights.set(dummy)
+    metrics.simulated.set(simulation is not None)
+    if dummy:
+        log.warning("DUMMY WEIGHTS: random numbers; times are real, proposals mean nothing")
+    check_text = None
+    if settings.selfcheck and not settings.synthetic:
+        check_text = CheckText.read(target, config.vocab_size)
+    return Loaded(
+        engine,
+        config,
+        fingerprint,
+        settings.max_tree_nodes,
+        check_text,
+        device=device,
+        dummy_weights=dummy,
+        simulated_acceptance=simulation.label if simulation is not None else "",
+        projection=drafter.projection,
+    )
 
 
 def resolve_device(device: str) -> str:
@@ -122,36 +166,19 @@ def resolve_device(device: str) -> str:
         raise ConfigError(str(error)) from None
 
 
-def resolve_dtype(name: str, checkpoint: Checkpoint, device: str) -> torch.dtype:
-    """The weights' dtype: as asked, or the checkpoint's. Raises ConfigError for what a device can't do."""
+def resolve_dtype(name: str, files: DrafterFiles, device: str) -> torch.dtype:
+    """The weights' dtype: as asked, or as stored. Raises ConfigError for what a device can't do."""
     if name != "auto":
         if name == "float16" and device == "cpu":
             raise ConfigError("float16 on a CPU overflows in common models; use bfloat16, float32 or auto")
         return kernels.device.parse_dtype(name)
-    own = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-    dtype = own.get(checkpoint.entry(_fc_name(checkpoint)).dtype)
-    if dtype is None:
-        raise ConfigError(
-            f"the drafter's weights are {checkpoint.entry(_fc_name(checkpoint)).dtype}: quantised drafters "
-            f"are not supported, use one in {', '.join(sorted(kernels.device.DTYPES))}"
-        )
+    dtype = files.stored_dtype()
     return torch.float32 if dtype == torch.float16 and device == "cpu" else dtype
-
-
-def _fc_name(checkpoint: Checkpoint) -> str:
-    return next(
-        (name for name in checkpoint.names() if name.split(".")[-2:] == ["fc", "weight"]), "fc.weight"
-    )
-
-
-def _fc_columns(checkpoint: Checkpoint) -> int:
-    shape = checkpoint.shape(_fc_name(checkpoint))
-    return shape[1] if len(shape) == 2 else 0
 
 
 def _monitor(settings: DraftSettings, config: DrafterConfig, metrics: DraftMetrics) -> AcceptanceMonitor:
     monitor = AcceptanceMonitor(
-        rounds=settings.selfcheck_rounds,
+        rounds=0 if settings.synthetic else settings.selfcheck_rounds,
         threshold=settings.selfcheck_acceptance,
         mask_token_id=config.mask_token_id,
     )

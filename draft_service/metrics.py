@@ -83,13 +83,15 @@ class DraftMetrics:
         self.evictions = counter("page_evictions_total", "Cached pages evicted.")
         self.pages_used = gauge("pages_used", "Context pages held by sessions.")
         self.pages_cached = gauge("pages_cached", "Context pages kept as reusable prefixes.")
-        self.pages_total = gauge("pages_total", "Context pages in all.")
+        self.pages_total = gauge("pages_capacity", "Context pages in all.")
         self.sessions = gauge("sessions", "Open sessions.")
         self.pending_rows = gauge("pending_rows", "Hidden-state rows received and not yet appended.")
         self.attached = gauge("channel_attached", "1 while the hidden-state channel is up.")
         self.attaches = counter("channel_attaches_total", "Times the channel came up, by transport.",
                                 ("transport",))  # fmt: skip
         self.transport = Info("specbridge_draft_channel", "Transport in use and why.", registry=self.registry)
+        self.simulated = gauge("simulated_acceptance", "1 if proposals are drawn from an acceptance file.")
+        self.dummy_weights = gauge("dummy_weights", "1 if the weights are random: times are real, no more.")
         self.acceptance_low = gauge(
             "acceptance_low", "1 while traffic's acceptance is so low that the drafter is probably misread."
         )
@@ -107,6 +109,9 @@ class DraftMetrics:
         self.selfcheck_acceptance.set(math.nan)
         self.target_changes = counter(
             "target_changes_total", "Times another target answered, which voids all cached context."
+        )
+        self.rows_spoilt = counter(
+            "rows_spoilt_total", "Times rows appended turned out to be wrong, which voids all cached context."
         )
         self.lease_expiries = counter(
             "lease_expiries_total", "Gateways whose sessions were freed after a lost stream."

@@ -13,6 +13,7 @@ import logging
 import os
 import secrets
 import sys
+import time
 from collections.abc import AsyncIterator
 
 import grpc
@@ -20,6 +21,7 @@ import torch
 import uvloop
 
 from draft_service.config import DraftSettings
+from draft_service.drafter_files import find_places
 from draft_service.engine import Engine
 from draft_service.link import TargetLink
 from draft_service.loading import Loaded, load_engine, resolve_device
@@ -30,15 +32,15 @@ from specbridge import wire
 from specbridge.errors import Unavailable
 from specbridge.logs import configure_logging
 from specbridge.metrics import serve_metrics
-from specbridge.models import resolve_draft, resolve_target
-from specbridge.process import run_in_own_thread
+from specbridge.process import freeze_heap, run_in_own_thread
 from specbridge.rounds import DraftInfo, DraftReply
 from specbridge.rounds_stream import RoundsStream
 from specbridge.server import Server, stop_event, typed_errors
 
 log = logging.getLogger(__name__)
 
-WARM_UP_SESSIONS = (1, 2, 4, 8)
+WARM_UP_SESSIONS = {"cpu": (1, 2, 4, 8), "cuda": (1, 2, 4, 8, 16, 32, 64)}
+"""Points of the draft-cost curve."""
 DRAIN_POLL_S = 0.02
 STREAM_GRACE_S = 0.5
 YIELD_TO_TARGET = 5
@@ -74,6 +76,8 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
             channel_transport=channel.transport,
             channel_reason=channel.reason,
             attached=channel.attached,
+            dummy_weights=loaded.dummy_weights,
+            simulated_acceptance=loaded.simulated_acceptance,
         )
 
     async def GetInfo(
@@ -91,14 +95,18 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
             stream: RoundsStream[DraftReply] = RoundsStream()
 
             def take(pb: draft_pb2.DraftRequest) -> int:
+                received = time.perf_counter_ns()
                 request = wire.draft_request_from_pb(pb)
-                engine.submit(request, stream.reply, stream=stream)
+                engine.submit(request, stream.reply, stream=stream, received=received)
                 return len(request.opens) + len(request.releases) + len(request.proposes)
 
             try:
                 async with contextlib.aclosing(stream.answers(request_iterator, take)) as messages:
                     async for message in messages:
-                        yield wire.draft_reply_to_pb(message)
+                        reply = wire.draft_reply_to_pb(message)
+                        if message.timings is not None:
+                            reply.timings.service_ns += stream.since_reply()
+                        yield reply
             finally:
                 engine.stream_closed(stream)
 
@@ -108,16 +116,20 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         return self._loaded
 
 
+def _yield_to_target() -> None:
+    """Lower the priority of this thread, the engine's, and of the compute threads it will make.
+
+    Not of those that take in requests. A draft pass runs while the target waits for it and loses nothing;
+    what runs beside a forward of the target (context appends) must not take a core from it.
+    """
+    os.nice(YIELD_TO_TARGET)
+
+
 def run(settings: DraftSettings) -> int:
     """Serve until SIGTERM; returns the exit code. Raises ConfigError for settings that can't work."""
     configure_logging(settings.log_level, "draft")
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    if resolve_device(settings.device) == "cpu":
-        # Before any thread is made: they inherit it. A draft pass runs while the target waits for it and
-        # loses
-        # nothing; what runs beside a forward of the target (context appends) must not take a core from it.
-        os.nice(YIELD_TO_TARGET)
     return uvloop.run(_serve(settings))
 
 
@@ -141,7 +153,7 @@ async def _serve(settings: DraftSettings) -> int:
         log.info("draft listening on %s, loading %s", server.bound, settings.draft)
         loaded = await run_in_own_thread(_load, settings, metrics)
         check = None
-        if settings.selfcheck:
+        if settings.selfcheck and not settings.synthetic:
             check = StartupCheck(
                 loaded.engine,
                 loaded.config,
@@ -153,11 +165,15 @@ async def _serve(settings: DraftSettings) -> int:
             settings.target_address, loaded, servicer, transport=settings.transport, check=check
         )
         metrics.registry.register(ChannelCollector(link.client.stats.snapshot))
-        warm_up = WARM_UP_SESSIONS if settings.warmup_repeats else ()
+        if resolve_device(settings.device) == "cpu":
+            loaded.engine.call(_yield_to_target)
+        curve = WARM_UP_SESSIONS[loaded.device.split(":")[0]] if settings.warmup_repeats else ()
+        warm_up = tuple(n for n in curve if n <= max(settings.max_sessions, curve[0]))
         await asyncio.to_thread(
             loaded.engine.start, warm_up_sessions=warm_up, repeats=max(1, settings.warmup_repeats)
         )
         servicer.serve(loaded)
+        freeze_heap()
         link.start()
         await server.set_serving()
         log.info("draft ready: %s", server.bound)
@@ -189,7 +205,5 @@ async def drain(engine: Engine, seconds: float) -> None:
 
 
 def _load(settings: DraftSettings, metrics: DraftMetrics) -> Loaded:
-    progress = sys.stderr.isatty()
-    target = resolve_target(settings.target, progress=progress)
-    draft = resolve_draft(settings.draft, settings.target, progress=progress)
-    return load_engine(settings, draft, target, metrics)
+    places = find_places(settings, progress=sys.stderr.isatty())
+    return load_engine(settings, places.draft, places.target, metrics)

@@ -156,10 +156,15 @@ class SessionTable:
         self._expires.pop(gateway, None)
 
     def stream_closed(self, stream: object, now: float) -> None:
-        """The gateways of `stream` have `lease_s` seconds to come back."""
-        for gateway, owner in self._stream_of.items():
-            if owner is stream:
+        """The gateways of `stream` have `lease_s` seconds to come back; those without a session are
+        forgotten at once.
+        """
+        here = {session.key.gateway for session in self}
+        for gateway in [g for g, owner in self._stream_of.items() if owner is stream]:
+            if gateway in here:
                 self._expires.setdefault(gateway, now + self._lease_s)
+            else:
+                del self._stream_of[gateway]
 
     def next_expiry(self) -> float | None:
         return min(self._expires.values(), default=None)
@@ -168,8 +173,13 @@ class SessionTable:
         """Gateways whose lease ran out, with their sessions; they are forgotten, the sessions are the
         caller's to close.
         """
-        gone = [gateway for gateway, at in self._expires.items() if at <= now]
+        gone: dict[bytes, list[Session]] = {g: [] for g, at in self._expires.items() if at <= now}
+        if not gone:
+            return gone
         for gateway in gone:
             del self._expires[gateway]
             self._stream_of.pop(gateway, None)
-        return {gateway: [s for s in self if s.key.gateway == gateway] for gateway in gone}
+        for session in self:
+            if session.key.gateway in gone:
+                gone[session.key.gateway].append(session)
+        return gone

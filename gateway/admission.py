@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from gateway.generation import GenerationRequest
 from specbridge.errors import InvalidRequest
-from specbridge.rounds import MAX_STOP_TOKEN_IDS, TargetInfo
+from specbridge.rounds import TargetInfo, check_token_ids
 
 
 def check_request(request: GenerationRequest, info: TargetInfo) -> None:
@@ -15,18 +15,13 @@ def check_request(request: GenerationRequest, info: TargetInfo) -> None:
     tokens, stop = request.tokens, request.stop
     if not tokens:
         raise InvalidRequest("the prompt is empty; at least one token is needed", param="prompt")
-    if max(tokens) >= info.vocab_size or min(tokens) < 0:
-        wrong = max(tokens) if max(tokens) >= info.vocab_size else min(tokens)
-        raise InvalidRequest(
-            f"token id {wrong} is outside the vocabulary of {info.vocab_size}", param="prompt"
-        )
+    check_token_ids(tokens, info.vocab_size, name="prompt")
     prompt_length = len(tokens) if request.prompt_length is None else request.prompt_length
     if not 1 <= prompt_length <= len(tokens):
         raise InvalidRequest(
             f"prompt_length is {prompt_length}; it must be in [1, {len(tokens)}]", param="prompt_length"
         )
-    if stop.max_tokens < 1:
-        raise InvalidRequest(f"max_tokens is {stop.max_tokens}; it must be at least 1", param="max_tokens")
+    stop.validate(vocab_size=info.vocab_size)
     if prompt_length + stop.max_tokens > info.max_length:
         raise InvalidRequest(
             f"prompt of {prompt_length} tokens + max_tokens {stop.max_tokens} is more than the model's "
@@ -47,22 +42,6 @@ def check_request(request: GenerationRequest, info: TargetInfo) -> None:
             "leaves none",
             param="max_tokens",
         )
-    if not 0 <= stop.min_tokens <= stop.max_tokens:
-        raise InvalidRequest(
-            f"min_tokens is {stop.min_tokens}; it must be in [0, max_tokens {stop.max_tokens}]",
-            param="min_tokens",
-        )
-    if len(stop.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise InvalidRequest(
-            f"{len(stop.stop_token_ids)} stop_token_ids are given; at most {MAX_STOP_TOKEN_IDS} are allowed",
-            param="stop_token_ids",
-        )
-    for token in stop.stop_token_ids:
-        if not 0 <= token < info.vocab_size:
-            raise InvalidRequest(
-                f"stop token id {token} is outside the vocabulary of {info.vocab_size}",
-                param="stop_token_ids",
-            )
     if request.max_tree_nodes is not None and request.max_tree_nodes < 0:
         raise InvalidRequest(
             f"max_tree_nodes is {request.max_tree_nodes}; it must be at least 0", param="max_tree_nodes"

@@ -18,17 +18,26 @@ from typing import Any, Protocol
 
 from gateway.detokenize import TextDelta, TextStream
 from gateway.generation import Generation, GenerationRequest, SpecStats, TokenEvent
-from gateway.params import CompletionParams, resolve_max_tokens
+from gateway.params import CompletionParams, ContextLengthExceeded, resolve_max_tokens
 from gateway.text import Tokenizer
-from specbridge.errors import InvalidRequest, Unavailable
-from specbridge.rounds import DraftInfo, FinishReason, SamplingParams, StopParams, TargetInfo
+from specbridge.errors import Unavailable
+from specbridge.rounds import (
+    DraftInfo,
+    FinishReason,
+    SamplingParams,
+    StopParams,
+    TargetInfo,
+    check_token_ids,
+)
 
 log = logging.getLogger(__name__)
 
 _SEED_BITS = 53
 """Of a seed that is drawn here: a reported seed has to survive JSON readers that hold numbers as doubles."""
 _LONG_TEXT = 8192
-"""Characters from which a prompt is tokenised on a worker thread: the event loop has rounds to drive."""
+"""Characters (or ids) from which a text is tokenised (or decoded) on a worker thread: the event loop has
+rounds to drive.
+"""
 
 
 class Scheduler(Protocol):
@@ -204,6 +213,24 @@ class CompletionService:
         return info
 
     @property
+    def dummy_weights(self) -> bool:
+        """Target or draft has random weights: times are real, the text means nothing."""
+        draft = self.scheduler.draft_info
+        return self.info.dummy_weights or (draft is not None and draft.dummy_weights)
+
+    @property
+    def simulated_acceptance(self) -> str:
+        """Label of the acceptance that the services make up; "" if it is real."""
+        return self.info.simulated_acceptance
+
+    @property
+    def synthetic(self) -> bool:
+        """Anything but times is made up. False while the target has not been reached."""
+        return self.scheduler.target_info is not None and (
+            self.dummy_weights or bool(self.simulated_acceptance)
+        )
+
+    @property
     def fingerprint(self) -> str:
         """`system_fingerprint`: changes with weights, dtype and configuration of the target."""
         return f"fp_{self.info.fingerprint[:16]}"
@@ -219,8 +246,18 @@ class CompletionService:
         if self.misfit:
             raise Unavailable(self.misfit)
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a raw prompt."""
+    async def encode(self, text: str, *, add_special_tokens: bool = True, name: str = "prompt") -> list[int]:
+        """Ids of a raw prompt. Raises InvalidRequest, naming the field `name`, for a text that can't fit the
+        model's length however it is tokenised: tokenising it first costs seconds and gigabytes.
+        """
+        info = self.scheduler.target_info
+        most = info.max_length * self.tokenizer.longest_token if info is not None else len(text)
+        if info is not None and len(text) > most:
+            raise ContextLengthExceeded(
+                f"{name} has {len(text)} characters; the model's length of {info.max_length} tokens holds "
+                f"{most} at most; shorten it",
+                param=name,
+            )
         if len(text) < _LONG_TEXT:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
@@ -231,20 +268,20 @@ class CompletionService:
         *,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        name: str = "messages",
     ) -> list[int]:
-        """Ids of a chat prompt. Raises InvalidRequest if the template refuses the messages."""
+        """Ids of a chat prompt. Raises InvalidRequest if the template refuses the messages, and as encode."""
         text = self.tokenizer.render_chat(
             messages, add_generation_prompt=add_generation_prompt, variables=variables
         )
-        return await self.encode(text, add_special_tokens=False)
+        return await self.encode(text, add_special_tokens=False, name=name)
 
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+    async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of any ids. Raises InvalidRequest for ids outside the vocabulary."""
-        vocab_size = self.info.vocab_size
-        for token_id in ids:
-            if not 0 <= token_id < vocab_size:
-                raise InvalidRequest(f"token id {token_id} is not in [0, {vocab_size})", param="tokens")
-        return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        check_token_ids(ids, self.info.vocab_size, name="tokens")
+        if len(ids) < _LONG_TEXT:
+            return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        return await asyncio.to_thread(self.tokenizer.decode, ids, skip_special_tokens=skip_special_tokens)
 
     def start(
         self, prompt: Sequence[int], params: CompletionParams, *, prompt_name: str = "prompt"

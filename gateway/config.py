@@ -20,6 +20,10 @@ class GatewaySettings(Settings):
 
     target: str = "smollm2-135m"
     """The target model (folder, Hugging Face id or built-in name), for its tokenizer and chat template."""
+    tokenizer: str = ""
+    """A folder with another tokenizer.json than --target's; `bytes`: a stand-in for models that have none,
+    one token a byte and `<id>` for the ids beyond. Empty: --target's.
+    """
     target_address: str = "127.0.0.1:50051"
     """Where the target service listens: unix:/path or host:port."""
     draft_address: str = ""

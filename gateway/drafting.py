@@ -124,6 +124,11 @@ class Drafting:
             reason = (
                 f"the draft reads target {info.target_fingerprint!r}, this target is {target.fingerprint!r}"
             )
+        elif info.simulated_acceptance != target.simulated_acceptance:
+            reason = (
+                f"the draft simulates acceptance {info.simulated_acceptance or 'nothing'!r}, the target "
+                f"{target.simulated_acceptance or 'nothing'!r}; give both the same --simulate-acceptance"
+            )
         elif info.block_size < 2:
             reason = f"the draft's block size is {info.block_size}, at least 2 is needed"
         if reason and reason != self.mismatch:

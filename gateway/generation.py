@@ -185,7 +185,7 @@ class RoundRecord:
 
     @property
     def rpc_s(self) -> float:
-        """Time of the two waits that the services do not account for: conversion, sockets, wake-ups."""
+        """Time of the two waits that the services do not account for: conversion here, sockets, wake-ups."""
         draft = self.draft_wait_s - self.draft_service_s if self.draft_service_s else 0.0
         verify = self.verify_wait_s - self.verify_service_s if self.verify_service_s else 0.0
         return max(0.0, draft) + max(0.0, verify)

@@ -140,6 +140,11 @@ class GatewayMetrics:
             PREFIX + "requests_running", "Requests decoding or in prefill.", registry=registry
         )
         self._waiting = Gauge(PREFIX + "requests_waiting", "Requests in the queue.", registry=registry)
+        self._synthetic = Gauge(
+            PREFIX + "synthetic",
+            "1 while weights are random or acceptance is simulated: only times are real.",
+            registry=registry,
+        )
         self._up = Gauge(
             PREFIX + "service_connected", "1 while the stream is up.", ("service",), registry=registry
         )
@@ -175,10 +180,17 @@ class GatewayMetrics:
         for service in self.connected:
             self._up.labels(service).set(0)
 
-    def watch(self, *, running: Callable[[], float], waiting: Callable[[], float]) -> None:
+    def watch(
+        self,
+        *,
+        running: Callable[[], float],
+        waiting: Callable[[], float],
+        synthetic: Callable[[], float] = lambda: 0.0,
+    ) -> None:
         """Read these at every scrape."""
         self._running.set_function(running)
         self._waiting.set_function(waiting)
+        self._synthetic.set_function(synthetic)
 
     # ---- RoundObserver ----------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from gateway.params import CompletionParams
 from gateway.text import unicode_bytes
@@ -58,6 +58,9 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "priority": (0,),
     "prompt_embeds": (),
 }
+
+MAX_MESSAGES = 20_000
+"""Most messages of one chat: checking 10,000 of them holds up the event loop for a tenth of a second."""
 
 # Hints to a hosted service that change nothing about the answer.
 TOLERATED = frozenset(
@@ -228,7 +231,7 @@ class ChatMessage(BaseModel):
 class ChatRequest(SamplingBody):
     """Body of POST /v1/chat/completions."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -254,18 +257,24 @@ class PlainRequest(SamplingBody):
     prompt: str | list[int] | list[str] | list[list[int]]
     add_special_tokens: bool | None = None
 
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _one(cls, prompt: Any) -> Any:
+        # Before a look at each: millions of them would hold up the event loop for seconds.
+        if isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int):
+            raise Unsupported(
+                f"prompt holds {len(prompt)} prompts; more than one is not supported yet: send them apart",
+                param="prompt",
+            )
+        return prompt
+
     def single(self) -> str | list[int]:
-        """The prompt. Raises Unsupported for several, InvalidRequest for none."""
+        """The prompt. Raises InvalidRequest for none."""
         prompt = self.prompt
         if isinstance(prompt, str):
             return prompt
         if prompt and isinstance(prompt[0], int):
             return [item for item in prompt if isinstance(item, int)]
-        if len(prompt) > 1:
-            raise Unsupported(
-                f"prompt holds {len(prompt)} prompts; more than one is not supported yet: send them apart",
-                param="prompt",
-            )
         if not prompt:
             raise InvalidRequest("prompt is empty; it must give at least one token", param="prompt")
         first = prompt[0]
@@ -278,7 +287,7 @@ class TokenizeRequest(_Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: list[ChatMessage] | None = Field(default=None, max_length=MAX_MESSAGES)
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     return_token_strs: bool = False

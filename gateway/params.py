@@ -1,7 +1,7 @@
 """What a client may wish for: one request's parameters, whichever surface they came by, and their limits.
 
-Owns the checks that name the client's own fields. Does not own what the scheduler checks again on token ids
-(admission) nor the sampling parameters' ranges (specbridge.rounds).
+Owns the checks of what the scheduler never sees (stop strings), or sees under another name than the client's.
+Does not own those of what it passes on: admission's, and the ranges of specbridge.rounds.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specbridge.errors import InvalidRequest
-from specbridge.rounds import MAX_STOP_TOKEN_IDS, TargetInfo
+from specbridge.rounds import TargetInfo, check_token_ids
 
 MAX_STOP_STRINGS = 32
 MAX_STOP_LENGTH = 1024
@@ -54,13 +54,7 @@ def resolve_max_tokens(
     """
     if not prompt:
         raise InvalidRequest(f"{prompt_name} is empty; it must give at least one token", param=prompt_name)
-    worst = max(prompt)
-    if worst >= info.vocab_size or min(prompt) < 0:
-        bad = worst if worst >= info.vocab_size else min(prompt)
-        raise InvalidRequest(
-            f"{prompt_name} holds token id {bad}; ids must be in [0, {info.vocab_size})",
-            param=prompt_name,
-        )
+    check_token_ids(prompt, info.vocab_size, name=prompt_name)
     left = info.max_length - len(prompt)
     if left < 1:
         raise ContextLengthExceeded(
@@ -79,28 +73,8 @@ def resolve_max_tokens(
             f"lower {name} to {left} or shorten the prompt",
             param=name,
         )
-    if not 0 <= params.min_tokens <= max_tokens:
-        raise InvalidRequest(
-            f"min_tokens is {params.min_tokens}; it must be in [0, {name}], that is at most {max_tokens}",
-            param="min_tokens",
-        )
-    if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise InvalidRequest(
-            f"{len(params.stop_token_ids)} stop_token_ids were given; at most {MAX_STOP_TOKEN_IDS} are legal",
-            param="stop_token_ids",
-        )
-    for token_id in params.stop_token_ids:
-        if not 0 <= token_id < info.vocab_size:
-            raise InvalidRequest(
-                f"stop_token_ids holds {token_id}; ids must be in [0, {info.vocab_size})",
-                param="stop_token_ids",
-            )
     if params.seed is not None and not -(2**63) <= params.seed < 2**64:
         raise InvalidRequest(f"seed is {params.seed}; it must fit 64 bits", param="seed")
-    if params.max_tree_nodes is not None and params.max_tree_nodes < 0:
-        raise InvalidRequest(
-            f"max_tree_nodes is {params.max_tree_nodes}; it must be 0 or more", param="max_tree_nodes"
-        )
     _check_stops(params.stop)
     return max_tokens
 

@@ -145,6 +145,8 @@ def _model_json(service: CompletionService, name: str) -> dict[str, Any]:
         "root": info.model_id,
         "parent": None,
         "max_model_len": info.max_length,
+        "dummy_weights": service.dummy_weights,
+        "simulated_acceptance": service.simulated_acceptance,
     }
 
 
@@ -171,7 +173,7 @@ def _add_text_routes(app: FastAPI, service: CompletionService) -> None:
     @app.post("/detokenize")
     async def detokenize(body: oa.DetokenizeRequest) -> dict[str, Any]:
         _check_model(service, body.model)
-        return {"prompt": service.decode(body.tokens, skip_special_tokens=False)}
+        return {"prompt": await service.decode(body.tokens, skip_special_tokens=False)}
 
 
 def _add_generation_routes(app: FastAPI, service: CompletionService) -> None:

@@ -27,6 +27,7 @@ from gateway.session import DraftStanding, Phase, Session
 from gateway.stream import GenerationStream
 from specbridge.errors import (
     CapacityError,
+    DeadlineExceeded,
     SpecBridgeError,
     Unavailable,
 )
@@ -278,7 +279,7 @@ class Scheduler:
     def _expire(self, session: Session) -> None:
         self.fail(
             session,
-            Unavailable(
+            DeadlineExceeded(
                 f"the request's deadline of {session.request.deadline_s} s passed after "
                 f"{session.ledger.output} tokens"
             ),

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -32,6 +32,7 @@ from specbridge.errors import InvalidRequest
 from specbridge.logs import configure_logging, request_id
 from specbridge.metrics import new_registry, serve_metrics
 from specbridge.models import resolve_target
+from specbridge.process import freeze_heap
 from specbridge.server import Server, stop_event, typed_errors
 
 log = logging.getLogger(__name__)
@@ -82,6 +83,8 @@ class GenerationServicer(gateway_pb2_grpc.GenerationServicer):
                 drafter_id=draft.drafter_id if draft is not None else "",
                 block_size=draft.block_size if draft is not None else 0,
                 tree_budget=service.tree_budget,
+                dummy_weights=service.dummy_weights,
+                simulated_acceptance=service.simulated_acceptance,
             )
 
     async def Tokenize(
@@ -94,16 +97,16 @@ class GenerationServicer(gateway_pb2_grpc.GenerationServicer):
         self, request: gateway_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext
     ) -> gateway_pb2.DetokenizeReply:
         async with self._call("Detokenize", context):
-            return gateway_pb2.DetokenizeReply(text=self._service.decode(request.ids))
+            return gateway_pb2.DetokenizeReply(text=await self._service.decode(request.ids))
 
     async def _prompt(self, request: Any, name: str | None) -> list[int]:
         if name == "text":
-            return await self._service.encode(request.text)
+            return await self._service.encode(request.text, name=name)
         if name == "chat":
             messages = [{"role": m.role, "content": m.content} for m in request.chat.messages]
             if not messages:
                 raise InvalidRequest("chat holds no messages; give at least one", param="chat")
-            return await self._service.encode_chat(messages)
+            return await self._service.encode_chat(messages, name=name)
         if name == "token_ids":
             return list(request.token_ids.ids)
         raise InvalidRequest(
@@ -133,7 +136,7 @@ def _params_from_pb(request: gateway_pb2.GenerateRequest, *, deadline_s: float |
         return getattr(request, name) if request.HasField(name) else None
 
     if deadline_s is not None and deadline_s <= 0:
-        raise errors.Unavailable("the deadline had passed when the request arrived; allow it more time")
+        raise errors.DeadlineExceeded("the deadline had passed when the request arrived; allow it more time")
     return CompletionParams(
         temperature=given("temperature"),
         top_k=given("top_k"),
@@ -222,7 +225,7 @@ class _Health:
 
 async def serve(settings: GatewaySettings, *, stop: asyncio.Event) -> None:
     """Run the gateway until `stop` is set, then drain. Raises ConfigError for settings that can't work."""
-    tokenizer = Tokenizer.load(await asyncio.to_thread(resolve_target, settings.target))
+    tokenizer = await asyncio.to_thread(load_tokenizer, settings)
     limits = settings.limits()
     metrics = GatewayMetrics(new_registry())
     scheduler = Scheduler(
@@ -231,13 +234,17 @@ async def serve(settings: GatewaySettings, *, stop: asyncio.Event) -> None:
         limits=limits,
         observer=metrics,
     )
-    metrics.watch(running=lambda: scheduler.running, waiting=lambda: scheduler.queue_length)
     service = CompletionService(
         scheduler,
         tokenizer,
         names=settings.names(),
         tree_budget=limits.tree_budget if settings.draft_address else 0,
         detailed=settings.request_stats == "detailed",
+    )
+    metrics.watch(
+        running=lambda: scheduler.running,
+        waiting=lambda: scheduler.queue_length,
+        synthetic=lambda: float(service.synthetic),
     )
     grpc_side = grpc_server(service, metrics, settings.grpc_listen) if settings.grpc_listen else None
     app = create_app(service, metrics, api_key=settings.api_key, max_body=settings.max_body)
@@ -263,9 +270,7 @@ async def serve(settings: GatewaySettings, *, stop: asyncio.Event) -> None:
         stack.push_async_callback(_cancel, watcher)
 
         if await _either(_target_up(scheduler), stop):
-            # What start-up built lives as long as the process: keep it out of every garbage collection.
-            gc.collect()
-            gc.freeze()
+            freeze_heap()
             service.phase = Phase.SERVING
             health.changed()
             await stop.wait()
@@ -276,6 +281,18 @@ async def serve(settings: GatewaySettings, *, stop: asyncio.Event) -> None:
         )
         await _drained(scheduler, settings.drain)
     log.info("stopped")
+
+
+def load_tokenizer(settings: GatewaySettings) -> Tokenizer:
+    """The target's tokenizer, or what --tokenizer says. Raises ConfigError."""
+    if settings.tokenizer == "bytes":
+        log.warning("STAND-IN TOKENIZER: one token a byte; texts are not those of a real model's tokenizer")
+        place = Path(settings.target).expanduser()
+        folder = place.parent if place.is_file() else place
+        return Tokenizer.stand_in(folder if (folder / "config.json").is_file() else None)
+    if settings.tokenizer:
+        return Tokenizer.load(Path(settings.tokenizer).expanduser())
+    return Tokenizer.load(resolve_target(settings.target))
 
 
 async def _target_up(scheduler: Scheduler) -> None:

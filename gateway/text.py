@@ -40,6 +40,12 @@ def unicode_bytes(text: str, what: str, param: str | None = None) -> bytes:
         ) from None
 
 
+STAND_IN_TEMPLATE = (
+    "{% for message in messages %}{{ message.role + ': ' + message.content + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
     """What a request that leaves a field out gets: the model's generation_config, else OpenAI's defaults."""
@@ -117,6 +123,8 @@ class Tokenizer:
         self.special_token_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
+        self.longest_token = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
+        """Most characters of text that one id can stand for."""
         self._byte_tables: dict[bool, ByteTable] = {}
         if self._is_byte_level():
             self._byte_tables = {
@@ -157,6 +165,26 @@ class Tokenizer:
             defaults=_sampling_defaults(folder, generation),
         )
 
+    @classmethod
+    def stand_in(cls, folder: Path | None) -> Tokenizer:
+        """For a model without a tokenizer: a token a byte, and one that reads `<id>` for each id beyond.
+
+        folder: the model's, for its vocabulary and end-of-text ids; None: bytes only. Raises ConfigError.
+        """
+        model = _read_json(folder / "config.json") if folder else {}
+        generation = _read_json(folder / "generation_config.json") if folder else {}
+        alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+        vocab = {symbol: index for index, symbol in enumerate(alphabet)}
+        vocab |= {f"<{index}>": index for index in range(len(vocab), int(model.get("vocab_size", 0)))}
+        backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+        backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = tokenizers.decoders.ByteLevel()
+        return cls(
+            backend,
+            chat_template=STAND_IN_TEMPLATE,
+            eos_token_ids=_eos_ids(backend, generation=generation, model=model, variables={}),
+        )
+
     @property
     def vocab_size(self) -> int:
         """Ids the tokenizer knows; the model's vocabulary may be padded beyond."""
@@ -187,7 +215,9 @@ class Tokenizer:
         Raises InvalidRequest for text that is not Unicode (half of a surrogate pair, as JSON escapes allow).
         """
         unicode_bytes(text, "the text")
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        # Unlike encode(), the batch form lets other threads run; "fast" leaves out offsets nobody reads.
+        [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
 
     def render_chat(
         self,
@@ -232,8 +262,9 @@ class Tokenizer:
         return self._backend.id_to_token(token_id) or ""
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """One-shot decoding; incomplete characters become U+FFFD."""
-        return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        """One-shot decoding; incomplete characters become U+FFFD. Lets other threads run."""
+        [text] = self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
+        return str(text)
 
     def decoder(self, *, skip_special_tokens: bool = True) -> TokenDecoder:
         """A fresh incremental decoder."""

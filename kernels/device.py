@@ -26,12 +26,19 @@ def resolve_device(device: str, *, count: int = 1) -> str:
         return "cuda" if there >= count else "cpu"
     kind, _, index = device.partition(":")
     if kind not in ("cpu", "cuda") or (index and not index.isdecimal()):
-        raise ValueError(f"device {device!r} is not known; use auto, cpu, cuda or cuda:N")
+        raise ValueError(f"--device {device} is not known; use auto, cpu, cuda or cuda:N")
     last = int(index or 0) + count - 1
     if kind == "cuda" and last >= there:
         needed = f" for {count} ranks" if count > 1 else ""
-        raise ValueError(f"device {device!r} needs GPU {last}{needed}; torch sees {there} of them")
+        seen = f"torch sees {there} GPUs" if there else f"{_why_no_gpu()}; use --device cpu (or auto)"
+        raise ValueError(f"--device {device} needs GPU {last}{needed}, and {seen}")
     return device
+
+
+def _why_no_gpu() -> str:
+    if torch.version.cuda is None:
+        return "this torch was built without CUDA"
+    return "torch sees none (is the driver there, and CUDA_VISIBLE_DEVICES not empty?)"
 
 
 def parse_dtype(name: str) -> torch.dtype:

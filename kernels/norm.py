@@ -1,4 +1,7 @@
-"""RMSNorm, alone and fused with the residual addition before it."""
+"""RMSNorm, alone and fused with the residual addition before it.
+
+Owns the choice of version; the Triton one is kernels/cuda/norm.py.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ from functools import cache
 
 import torch
 import torch.nn.functional as F
+
+from kernels import cuda
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -15,6 +20,15 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     is normalised in float32 and rounded to x's dtype before the weight is applied, as the Hugging Face models
     do. Returns x's dtype.
     """
+    if cuda.takes(x):
+        from kernels.cuda import norm as triton_norm
+
+        return triton_norm.rms_norm(x, weight, eps)
+    return torch_rms_norm(x, weight, eps)
+
+
+def torch_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """rms_norm by the torch ops that are fastest on x's device; weight is anything that broadcasts to x."""
     if x.dtype not in (torch.float32, torch.float64) or (weight.dim() > 1 and x.device.type != "cpu"):
         return rms_norm_reference(x, weight, eps)
     if x.device.type != "cpu":
@@ -26,7 +40,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """The same, spelled out."""
+    """rms_norm, spelled out."""
     wide = x if x.dtype == torch.float64 else x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * normed.to(x.dtype)
@@ -34,8 +48,12 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """residual += x in place, then rms_norm(residual). All [..., n]; returns the normed rows."""
+    if cuda.takes(x):
+        from kernels.cuda import norm as triton_norm
+
+        return triton_norm.add_rms_norm(x, residual, weight, eps)
     residual.add_(x)
-    return rms_norm(residual, weight, eps)
+    return torch_rms_norm(residual, weight, eps)
 
 
 @cache

@@ -120,20 +120,24 @@ class SpeculativeStats(_message.Message):
     def __init__(self, mean_acceptance_length: _Optional[float] = ..., draft_acceptance_rate: _Optional[float] = ..., acceptance_histogram: _Optional[_Iterable[int]] = ..., num_spec_steps: _Optional[int] = ..., num_accepted_draft_tokens: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_spec_tokens: _Optional[int] = ..., num_rounds: _Optional[int] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("model_id", "max_length", "vocab_size", "drafter_id", "block_size", "tree_budget")
+    __slots__ = ("model_id", "max_length", "vocab_size", "drafter_id", "block_size", "tree_budget", "dummy_weights", "simulated_acceptance")
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     MAX_LENGTH_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     TREE_BUDGET_FIELD_NUMBER: _ClassVar[int]
+    DUMMY_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    SIMULATED_ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
     model_id: str
     max_length: int
     vocab_size: int
     drafter_id: str
     block_size: int
     tree_budget: int
-    def __init__(self, model_id: _Optional[str] = ..., max_length: _Optional[int] = ..., vocab_size: _Optional[int] = ..., drafter_id: _Optional[str] = ..., block_size: _Optional[int] = ..., tree_budget: _Optional[int] = ...) -> None: ...
+    dummy_weights: bool
+    simulated_acceptance: str
+    def __init__(self, model_id: _Optional[str] = ..., max_length: _Optional[int] = ..., vocab_size: _Optional[int] = ..., drafter_id: _Optional[str] = ..., block_size: _Optional[int] = ..., tree_budget: _Optional[int] = ..., dummy_weights: _Optional[bool] = ..., simulated_acceptance: _Optional[str] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("text", "chat")

@@ -25,57 +25,61 @@ _sym_db = _symbol_database.Default()
 from protos import common_pb2 as protos_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/target.proto\x12\rspecbridge.v1\x1a\x13protos/common.proto\"\xac\x03\n\nTargetInfo\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\x13\n\x0bhidden_size\x18\x05 \x01(\r\x12\x12\n\nnum_layers\x18\x06 \x01(\r\x12\x11\n\tpage_size\x18\x07 \x01(\r\x12\x12\n\nmax_length\x18\x08 \x01(\r\x12\x0f\n\x07tp_size\x18\t \x01(\r\x12\x14\n\x0cmax_sessions\x18\n \x01(\r\x12\x16\n\x0emax_tree_nodes\x18\x0b \x01(\r\x12\x13\n\x0btotal_pages\x18\x0c \x01(\r\x12\r\n\x05\x64type\x18\r \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x0e \x01(\t\x12-\n\x0bverify_cost\x18\x0f \x03(\x0b\x32\x18.specbridge.v1.CostPoint\x12\x19\n\x11\x63hannel_transport\x18\x10 \x01(\t\x12\x16\n\x0e\x63hannel_reason\x18\x11 \x01(\t\x12\x10\n\x08instance\x18\x12 \x01(\x0c\x12\x15\n\rdeterministic\x18\x13 \x01(\x08\"\x9a\x01\n\rTargetRequest\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\x04\x12\'\n\x04open\x18\x02 \x03(\x0b\x32\x19.specbridge.v1.TargetOpen\x12%\n\x06verify\x18\x03 \x03(\x0b\x32\x15.specbridge.v1.Verify\x12\'\n\x07release\x18\x04 \x03(\x0b\x32\x16.specbridge.v1.Release\"\x8d\x02\n\nTargetOpen\x12*\n\x07session\x18\x01 \x01(\x0b\x32\x19.specbridge.v1.SessionKey\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12\x15\n\rprompt_length\x18\x03 \x01(\r\x12/\n\x08sampling\x18\x04 \x01(\x0b\x32\x1d.specbridge.v1.SamplingParams\x12\'\n\x04stop\x18\x05 \x01(\x0b\x32\x19.specbridge.v1.StopParams\x12\x14\n\x0c\x64raft_prefix\x18\x06 \x01(\r\x12\x11\n\tspeculate\x18\x07 \x01(\x08\x12\x12\n\ncache_salt\x18\x08 \x01(\x0c\x12\x15\n\rwant_logprobs\x18\t \x01(\r\"~\n\x06Verify\x12*\n\x07session\x18\x01 \x01(\x0b\x32\x19.specbridge.v1.SessionKey\x12\x0c\n\x04\x62\x61se\x18\x02 \x01(\r\x12&\n\x04tree\x18\x03 \x01(\x0b\x32\x18.specbridge.v1.DraftTree\x12\x12\n\ndefer_rows\x18\x04 \x01(\x08\"5\n\x07Release\x12*\n\x07session\x18\x01 \x01(\x0b\x32\x19.specbridge.v1.SessionKey\"\xe7\x02\n\x0cTargetResult\x12*\n\x07session\x18\x01 \x01(\x0b\x32\x19.specbridge.v1.SessionKey\x12-\n\x04kind\x18\x02 \x01(\x0e\x32\x1f.specbridge.v1.TargetResultKind\x12\x0c\n\x04\x62\x61se\x18\x03 \x01(\r\x12\x11\n\tkv_length\x18\x04 \x01(\r\x12\x0e\n\x06tokens\x18\x05 \x03(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x06 \x03(\r\x12\x32\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x1b.specbridge.v1.FinishReason\x12\x15\n\rcached_tokens\x18\x08 \x01(\r\x12\x19\n\x11\x64raft_has_context\x18\t \x01(\x08\x12#\n\x05\x65rror\x18\n \x01(\x0b\x32\x14.specbridge.v1.Error\x12.\n\x08logprobs\x18\x0b \x03(\x0b\x32\x1c.specbridge.v1.TokenLogprobs\"=\n\rTokenLogprobs\x12\x0e\n\x06\x63hosen\x18\x01 \x01(\x02\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x0b\n\x03top\x18\x03 \x03(\x02\"|\n\x0bTargetReply\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\x04\x12,\n\x07results\x18\x02 \x03(\x0b\x32\x1b.specbridge.v1.TargetResult\x12-\n\x07timings\x18\x03 \x01(\x0b\x32\x1c.specbridge.v1.TargetTimings\"\x80\x01\n\rTargetTimings\x12\x10\n\x08queue_ns\x18\x01 \x01(\x04\x12\x12\n\nforward_ns\x18\x02 \x01(\x04\x12\x11\n\tcommit_ns\x18\x03 \x01(\x04\x12\x0c\n\x04rows\x18\x04 \x01(\r\x12\x14\n\x0cprefill_rows\x18\x05 \x01(\r\x12\x12\n\nservice_ns\x18\x06 \x01(\x04\"e\n\x0cPeerIdentity\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12\x15\n\rpid_namespace\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\x10\n\x08instance\x18\x05 \x01(\x0c\"\xba\x01\n\x0e\x43hannelRequest\x12\'\n\x06\x61ttach\x18\x01 \x01(\x0b\x32\x15.specbridge.v1.AttachH\x00\x12%\n\x05probe\x18\x02 \x01(\x0b\x32\x14.specbridge.v1.ProbeH\x00\x12!\n\x03\x61\x63k\x18\x03 \x01(\x0b\x32\x12.specbridge.v1.AckH\x00\x12-\n\trecapture\x18\x04 \x01(\x0b\x32\x18.specbridge.v1.RecaptureH\x00\x42\x06\n\x04kind\"\x8f\x01\n\x06\x41ttach\x12-\n\x08identity\x18\x01 \x01(\x0b\x32\x1b.specbridge.v1.PeerIdentity\x12\x18\n\x10target_layer_ids\x18\x02 \x03(\r\x12\x19\n\x11normed_last_layer\x18\x03 \x01(\x08\x12\x12\n\ntransports\x18\x04 \x03(\t\x12\r\n\x05slots\x18\x05 \x01(\r\"6\n\x05Probe\x12\x0e\n\x06opened\x18\x01 \x01(\x08\x12\r\n\x05nonce\x18\x02 \x01(\x0c\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x18\n\x03\x41\x63k\x12\x11\n\tchunk_ids\x18\x01 \x03(\x04\"U\n\tRecapture\x12*\n\x07session\x18\x01 \x01(\x0b\x32\x19.specbridge.v1.SessionKey\x12\r\n\x05\x66irst\x18\x02 \x01(\r\x12\r\n\x05\x63\x61use\x18\x03 \x01(\t\"\xbe\x01\n\x0c\x43hannelReply\x12%\n\x05offer\x18\x01 \x01(\x0b\x32\x14.specbridge.v1.OfferH\x00\x12+\n\x08\x61ttached\x18\x02 \x01(\x0b\x32\x17.specbridge.v1.AttachedH\x00\x12\'\n\x06\x63hunks\x18\x03 \x01(\x0b\x32\x15.specbridge.v1.ChunksH\x00\x12)\n\x07refused\x18\x04 \x01(\x0b\x32\x16.specbridge.v1.RefusedH\x00\x42\x06\n\x04kind\"\x98\x01\n\x05Offer\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x10\n\x08location\x18\x02 \x01(\t\x12\x0e\n\x06handle\x18\x03 \x01(\x0c\x12\r\n\x05slots\x18\x04 \x01(\r\x12\x11\n\trow_width\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x13\n\x0b\x64\x61ta_offset\x18\x07 \x01(\x04\x12\x14\n\x0cnonce_length\x18\x08 \x01(\r\"m\n\x08\x41ttached\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x0c\x12\r\n\x05slots\x18\x04 \x01(\r\x12\x11\n\trow_width\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\".\n\x06\x43hunks\x12$\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x14.specbridge.v1.Chunk\"\xe5\x01\n\x05\x43hunk\x12\x10\n\x08\x63hunk_id\x18\x01 \x01(\x04\x12*\n\x07session\x18\x02 \x01(\x0b\x32\x19.specbridge.v1.SessionKey\x12\x16\n\x0e\x66irst_position\x18\x03 \x01(\r\x12\r\n\x05\x63ount\x18\x04 \x01(\r\x12\x12\n\nfirst_slot\x18\x05 \x01(\r\x12\x12\n\ngeneration\x18\x06 \x01(\r\x12\x0e\n\x06tokens\x18\x07 \x03(\r\x12\x0e\n\x06\x61nchor\x18\x08 \x01(\r\x12\x12\n\nhas_anchor\x18\t \x01(\x08\x12\x0c\n\x04\x64\x61ta\x18\n \x01(\x0c\x12\r\n\x05\x65vent\x18\x0b \x01(\x0c\".\n\x07Refused\x12#\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x14.specbridge.v1.Error*\xf5\x01\n\x10TargetResultKind\x12\"\n\x1eTARGET_RESULT_KIND_UNSPECIFIED\x10\x00\x12\x1d\n\x19TARGET_RESULT_KIND_OPENED\x10\x01\x12\x1c\n\x18TARGET_RESULT_KIND_FIRST\x10\x02\x12\x1f\n\x1bTARGET_RESULT_KIND_VERIFIED\x10\x03\x12\x1f\n\x1bTARGET_RESULT_KIND_RELEASED\x10\x04\x12 \n\x1cTARGET_RESULT_KIND_PREEMPTED\x10\x05\x12\x1c\n\x18TARGET_RESULT_KIND_ERROR\x10\x06\x32\xe2\x01\n\x06Target\x12@\n\x07GetInfo\x12\x1a.specbridge.v1.InfoRequest\x1a\x19.specbridge.v1.TargetInfo\x12\x46\n\x06Rounds\x12\x1c.specbridge.v1.TargetRequest\x1a\x1a.specbridge.v1.TargetReply(\x01\x30\x01\x12N\n\x0cHiddenStates\x12\x1d.specbridge.v1.ChannelRequest\x1a\x1b.specbridge.v1.ChannelReply(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/target.proto\x12\rspecbridge.v1\x1a\x13protos/common.proto\"\xe1\x03\n\nTargetInfo\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\x13\n\x0bhidden_size\x18\x05 \x01(\r\x12\x12\n\nnum_layers\x18\x06 \x01(\r\x12\x11\n\tpage_size\x18\x07 \x01(\r\x12\x12\n\nmax_length\x18\x08 \x01(\r\x12\x0f\n\x07tp_size\x18\t \x01(\r\x12\x14\n\x0cmax_sessions\x18\n \x01(\r\x12\x16\n\x0emax_tree_nodes\x18\x0b \x01(\r\x12\x13\n\x0btotal_pages\x18\x0c \x01(\r\x12\r\n\x05\x64type\x18\r \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x0e \x01(\t\x12-\n\x0bverify_cost\x18\x0f \x03(\x0b\x32\x18.specbridge.v1.CostPoint\x12\x19\n\x11\x63hannel_transport\x18\x10 \x01(\t\x12\x16\n\x0e\x63hannel_reason\x18\x11 \x01(\t\x12\x10\n\x08instance\x18\x12 \x01(\x0c\x12\x15\n\rdeterministic\x18\x13 \x01(\x08\x12\x15\n\rdummy_weights\x18\x14 \x01(\x08\x12\x1c\n\x14simulated_acceptance\x18\x15 \x01(\t\"\x9a\x01\n\rTargetRequest\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\x04\x12\'\n\x04open\x18\x02 \x03(\x0b\x32\x19.specbridge.v1.TargetOpen\x12%\n\x06verify\x18\x03 \x03(\x0b\x32\x15.specbridge.v1.Verify\x12\'\n\x07release\x18\x04 \x03(\x0b\x32\x16.specbridge.v1.Release\"\x8d\x02\n\nTargetOpen\x12*\n\x07session\x18\x01 \x01(\x0b\x32\x19.specbridge.v1.SessionKey\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12\x15\n\rprompt_length\x18\x03 \x01(\r\x12/\n\x08sampling\x18\x04 \x01(\x0b\x32\x1d.specbridge.v1.SamplingParams\x12\'\n\x04stop\x18\x05 \x01(\x0b\x32\x19.specbridge.v1.StopParams\x12\x14\n\x0c\x64raft_prefix\x18\x06 \x01(\r\x12\x11\n\tspeculate\x18\x07 \x01(\x08\x12\x12\n\ncache_salt\x18\x08 \x01(\x0c\x12\x15\n\rwant_logprobs\x18\t \x01(\r\"~\n\x06Verify\x12*\n\x07session\x18\x01 \x01(\x0b\x32\x19.specbridge.v1.SessionKey\x12\x0c\n\x04\x62\x61se\x18\x02 \x01(\r\x12&\n\x04tree\x18\x03 \x01(\x0b\x32\x18.specbridge.v1.DraftTree\x12\x12\n\ndefer_rows\x18\x04 \x01(\x08\"5\n\x07Release\x12*\n\x07session\x18\x01 \x01(\x0b\x32\x19.specbridge.v1.SessionKey\"\xe7\x02\n\x0cTargetResult\x12*\n\x07session\x18\x01 \x01(\x0b\x32\x19.specbridge.v1.SessionKey\x12-\n\x04kind\x18\x02 \x01(\x0e\x32\x1f.specbridge.v1.TargetResultKind\x12\x0c\n\x04\x62\x61se\x18\x03 \x01(\r\x12\x11\n\tkv_length\x18\x04 \x01(\r\x12\x0e\n\x06tokens\x18\x05 \x03(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x06 \x03(\r\x12\x32\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x1b.specbridge.v1.FinishReason\x12\x15\n\rcached_tokens\x18\x08 \x01(\r\x12\x19\n\x11\x64raft_has_context\x18\t \x01(\x08\x12#\n\x05\x65rror\x18\n \x01(\x0b\x32\x14.specbridge.v1.Error\x12.\n\x08logprobs\x18\x0b \x03(\x0b\x32\x1c.specbridge.v1.TokenLogprobs\"=\n\rTokenLogprobs\x12\x0e\n\x06\x63hosen\x18\x01 \x01(\x02\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x0b\n\x03top\x18\x03 \x03(\x02\"|\n\x0bTargetReply\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\x04\x12,\n\x07results\x18\x02 \x03(\x0b\x32\x1b.specbridge.v1.TargetResult\x12-\n\x07timings\x18\x03 \x01(\x0b\x32\x1c.specbridge.v1.TargetTimings\"\x80\x01\n\rTargetTimings\x12\x10\n\x08queue_ns\x18\x01 \x01(\x04\x12\x12\n\nforward_ns\x18\x02 \x01(\x04\x12\x11\n\tcommit_ns\x18\x03 \x01(\x04\x12\x0c\n\x04rows\x18\x04 \x01(\r\x12\x14\n\x0cprefill_rows\x18\x05 \x01(\r\x12\x12\n\nservice_ns\x18\x06 \x01(\x04\"}\n\x0cPeerIdentity\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12\x15\n\rpid_namespace\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\x10\n\x08instance\x18\x05 \x01(\x0c\x12\x16\n\x0e\x64\x65vice_ordinal\x18\x06 \x01(\r\"\xf4\x01\n\x0e\x43hannelRequest\x12\'\n\x06\x61ttach\x18\x01 \x01(\x0b\x32\x15.specbridge.v1.AttachH\x00\x12%\n\x05probe\x18\x02 \x01(\x0b\x32\x14.specbridge.v1.ProbeH\x00\x12!\n\x03\x61\x63k\x18\x03 \x01(\x0b\x32\x12.specbridge.v1.AckH\x00\x12-\n\trecapture\x18\x04 \x01(\x0b\x32\x18.specbridge.v1.RecaptureH\x00\x12\x38\n\x0fprojection_part\x18\x05 \x01(\x0b\x32\x1d.specbridge.v1.ProjectionPartH\x00\x42\x06\n\x04kind\"\xbe\x01\n\x06\x41ttach\x12-\n\x08identity\x18\x01 \x01(\x0b\x32\x1b.specbridge.v1.PeerIdentity\x12\x18\n\x10target_layer_ids\x18\x02 \x03(\r\x12\x19\n\x11normed_last_layer\x18\x03 \x01(\x08\x12\x12\n\ntransports\x18\x04 \x03(\t\x12\r\n\x05slots\x18\x05 \x01(\r\x12-\n\nprojection\x18\x06 \x01(\x0b\x32\x19.specbridge.v1.Projection\"H\n\nProjection\x12\r\n\x05width\x18\x01 \x01(\r\x12\x0f\n\x07\x63olumns\x18\x02 \x01(\r\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x0b\n\x03\x65ps\x18\x04 \x01(\x01\"\x1e\n\x0eProjectionPart\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"6\n\x05Probe\x12\x0e\n\x06opened\x18\x01 \x01(\x08\x12\r\n\x05nonce\x18\x02 \x01(\x0c\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x18\n\x03\x41\x63k\x12\x11\n\tchunk_ids\x18\x01 \x03(\x04\"U\n\tRecapture\x12*\n\x07session\x18\x01 \x01(\x0b\x32\x19.specbridge.v1.SessionKey\x12\r\n\x05\x66irst\x18\x02 \x01(\r\x12\r\n\x05\x63\x61use\x18\x03 \x01(\t\"\xbe\x01\n\x0c\x43hannelReply\x12%\n\x05offer\x18\x01 \x01(\x0b\x32\x14.specbridge.v1.OfferH\x00\x12+\n\x08\x61ttached\x18\x02 \x01(\x0b\x32\x17.specbridge.v1.AttachedH\x00\x12\'\n\x06\x63hunks\x18\x03 \x01(\x0b\x32\x15.specbridge.v1.ChunksH\x00\x12)\n\x07refused\x18\x04 \x01(\x0b\x32\x16.specbridge.v1.RefusedH\x00\x42\x06\n\x04kind\"\xa8\x01\n\x05Offer\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x10\n\x08location\x18\x02 \x01(\t\x12\x0e\n\x06handle\x18\x03 \x01(\x0c\x12\r\n\x05slots\x18\x04 \x01(\r\x12\x11\n\trow_width\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x13\n\x0b\x64\x61ta_offset\x18\x07 \x01(\x04\x12\x14\n\x0cnonce_length\x18\x08 \x01(\r\x12\x0e\n\x06\x65vents\x18\t \x03(\x0c\"m\n\x08\x41ttached\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x0c\x12\r\n\x05slots\x18\x04 \x01(\r\x12\x11\n\trow_width\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\".\n\x06\x43hunks\x12$\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x14.specbridge.v1.Chunk\"\xf2\x01\n\x05\x43hunk\x12\x10\n\x08\x63hunk_id\x18\x01 \x01(\x04\x12*\n\x07session\x18\x02 \x01(\x0b\x32\x19.specbridge.v1.SessionKey\x12\x16\n\x0e\x66irst_position\x18\x03 \x01(\r\x12\r\n\x05\x63ount\x18\x04 \x01(\r\x12\x12\n\nfirst_slot\x18\x05 \x01(\r\x12\x12\n\ngeneration\x18\x06 \x01(\r\x12\x0e\n\x06tokens\x18\x07 \x03(\r\x12\x0e\n\x06\x61nchor\x18\x08 \x01(\r\x12\x12\n\nhas_anchor\x18\t \x01(\x08\x12\x0c\n\x04\x64\x61ta\x18\n \x01(\x0c\x12\x14\n\x0c\x65vent_number\x18\x0c \x01(\rJ\x04\x08\x0b\x10\x0c\".\n\x07Refused\x12#\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x14.specbridge.v1.Error*\xf5\x01\n\x10TargetResultKind\x12\"\n\x1eTARGET_RESULT_KIND_UNSPECIFIED\x10\x00\x12\x1d\n\x19TARGET_RESULT_KIND_OPENED\x10\x01\x12\x1c\n\x18TARGET_RESULT_KIND_FIRST\x10\x02\x12\x1f\n\x1bTARGET_RESULT_KIND_VERIFIED\x10\x03\x12\x1f\n\x1bTARGET_RESULT_KIND_RELEASED\x10\x04\x12 \n\x1cTARGET_RESULT_KIND_PREEMPTED\x10\x05\x12\x1c\n\x18TARGET_RESULT_KIND_ERROR\x10\x06\x32\xe2\x01\n\x06Target\x12@\n\x07GetInfo\x12\x1a.specbridge.v1.InfoRequest\x1a\x19.specbridge.v1.TargetInfo\x12\x46\n\x06Rounds\x12\x1c.specbridge.v1.TargetRequest\x1a\x1a.specbridge.v1.TargetReply(\x01\x30\x01\x12N\n\x0cHiddenStates\x12\x1d.specbridge.v1.ChannelRequest\x1a\x1b.specbridge.v1.ChannelReply(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.target_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TARGETRESULTKIND']._serialized_start=3179
-  _globals['_TARGETRESULTKIND']._serialized_end=3424
+  _globals['_TARGETRESULTKIND']._serialized_start=3496
+  _globals['_TARGETRESULTKIND']._serialized_end=3741
   _globals['_TARGETINFO']._serialized_start=60
-  _globals['_TARGETINFO']._serialized_end=488
-  _globals['_TARGETREQUEST']._serialized_start=491
-  _globals['_TARGETREQUEST']._serialized_end=645
-  _globals['_TARGETOPEN']._serialized_start=648
-  _globals['_TARGETOPEN']._serialized_end=917
-  _globals['_VERIFY']._serialized_start=919
-  _globals['_VERIFY']._serialized_end=1045
-  _globals['_RELEASE']._serialized_start=1047
-  _globals['_RELEASE']._serialized_end=1100
-  _globals['_TARGETRESULT']._serialized_start=1103
-  _globals['_TARGETRESULT']._serialized_end=1462
-  _globals['_TOKENLOGPROBS']._serialized_start=1464
-  _globals['_TOKENLOGPROBS']._serialized_end=1525
-  _globals['_TARGETREPLY']._serialized_start=1527
-  _globals['_TARGETREPLY']._serialized_end=1651
-  _globals['_TARGETTIMINGS']._serialized_start=1654
-  _globals['_TARGETTIMINGS']._serialized_end=1782
-  _globals['_PEERIDENTITY']._serialized_start=1784
-  _globals['_PEERIDENTITY']._serialized_end=1885
-  _globals['_CHANNELREQUEST']._serialized_start=1888
-  _globals['_CHANNELREQUEST']._serialized_end=2074
-  _globals['_ATTACH']._serialized_start=2077
-  _globals['_ATTACH']._serialized_end=2220
-  _globals['_PROBE']._serialized_start=2222
-  _globals['_PROBE']._serialized_end=2276
-  _globals['_ACK']._serialized_start=2278
-  _globals['_ACK']._serialized_end=2302
-  _globals['_RECAPTURE']._serialized_start=2304
-  _globals['_RECAPTURE']._serialized_end=2389
-  _globals['_CHANNELREPLY']._serialized_start=2392
-  _globals['_CHANNELREPLY']._serialized_end=2582
-  _globals['_OFFER']._serialized_start=2585
-  _globals['_OFFER']._serialized_end=2737
-  _globals['_ATTACHED']._serialized_start=2739
-  _globals['_ATTACHED']._serialized_end=2848
-  _globals['_CHUNKS']._serialized_start=2850
-  _globals['_CHUNKS']._serialized_end=2896
-  _globals['_CHUNK']._serialized_start=2899
-  _globals['_CHUNK']._serialized_end=3128
-  _globals['_REFUSED']._serialized_start=3130
-  _globals['_REFUSED']._serialized_end=3176
-  _globals['_TARGET']._serialized_start=3427
-  _globals['_TARGET']._serialized_end=3653
+  _globals['_TARGETINFO']._serialized_end=541
+  _globals['_TARGETREQUEST']._serialized_start=544
+  _globals['_TARGETREQUEST']._serialized_end=698
+  _globals['_TARGETOPEN']._serialized_start=701
+  _globals['_TARGETOPEN']._serialized_end=970
+  _globals['_VERIFY']._serialized_start=972
+  _globals['_VERIFY']._serialized_end=1098
+  _globals['_RELEASE']._serialized_start=1100
+  _globals['_RELEASE']._serialized_end=1153
+  _globals['_TARGETRESULT']._serialized_start=1156
+  _globals['_TARGETRESULT']._serialized_end=1515
+  _globals['_TOKENLOGPROBS']._serialized_start=1517
+  _globals['_TOKENLOGPROBS']._serialized_end=1578
+  _globals['_TARGETREPLY']._serialized_start=1580
+  _globals['_TARGETREPLY']._serialized_end=1704
+  _globals['_TARGETTIMINGS']._serialized_start=1707
+  _globals['_TARGETTIMINGS']._serialized_end=1835
+  _globals['_PEERIDENTITY']._serialized_start=1837
+  _globals['_PEERIDENTITY']._serialized_end=1962
+  _globals['_CHANNELREQUEST']._serialized_start=1965
+  _globals['_CHANNELREQUEST']._serialized_end=2209
+  _globals['_ATTACH']._serialized_start=2212
+  _globals['_ATTACH']._serialized_end=2402
+  _globals['_PROJECTION']._serialized_start=2404
+  _globals['_PROJECTION']._serialized_end=2476
+  _globals['_PROJECTIONPART']._serialized_start=2478
+  _globals['_PROJECTIONPART']._serialized_end=2508
+  _globals['_PROBE']._serialized_start=2510
+  _globals['_PROBE']._serialized_end=2564
+  _globals['_ACK']._serialized_start=2566
+  _globals['_ACK']._serialized_end=2590
+  _globals['_RECAPTURE']._serialized_start=2592
+  _globals['_RECAPTURE']._serialized_end=2677
+  _globals['_CHANNELREPLY']._serialized_start=2680
+  _globals['_CHANNELREPLY']._serialized_end=2870
+  _globals['_OFFER']._serialized_start=2873
+  _globals['_OFFER']._serialized_end=3041
+  _globals['_ATTACHED']._serialized_start=3043
+  _globals['_ATTACHED']._serialized_end=3152
+  _globals['_CHUNKS']._serialized_start=3154
+  _globals['_CHUNKS']._serialized_end=3200
+  _globals['_CHUNK']._serialized_start=3203
+  _globals['_CHUNK']._serialized_end=3445
+  _globals['_REFUSED']._serialized_start=3447
+  _globals['_REFUSED']._serialized_end=3493
+  _globals['_TARGET']._serialized_start=3744
+  _globals['_TARGET']._serialized_end=3970
 # @@protoc_insertion_point(module_scope)

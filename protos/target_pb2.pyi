@@ -26,7 +26,7 @@ TARGET_RESULT_KIND_PREEMPTED: TargetResultKind
 TARGET_RESULT_KIND_ERROR: TargetResultKind
 
 class TargetInfo(_message.Message):
-    __slots__ = ("model_id", "fingerprint", "vocab_size", "eos_token_ids", "hidden_size", "num_layers", "page_size", "max_length", "tp_size", "max_sessions", "max_tree_nodes", "total_pages", "dtype", "device", "verify_cost", "channel_transport", "channel_reason", "instance", "deterministic")
+    __slots__ = ("model_id", "fingerprint", "vocab_size", "eos_token_ids", "hidden_size", "num_layers", "page_size", "max_length", "tp_size", "max_sessions", "max_tree_nodes", "total_pages", "dtype", "device", "verify_cost", "channel_transport", "channel_reason", "instance", "deterministic", "dummy_weights", "simulated_acceptance")
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -46,6 +46,8 @@ class TargetInfo(_message.Message):
     CHANNEL_REASON_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
+    DUMMY_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    SIMULATED_ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
     model_id: str
     fingerprint: str
     vocab_size: int
@@ -65,7 +67,9 @@ class TargetInfo(_message.Message):
     channel_reason: str
     instance: bytes
     deterministic: bool
-    def __init__(self, model_id: _Optional[str] = ..., fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., hidden_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., page_size: _Optional[int] = ..., max_length: _Optional[int] = ..., tp_size: _Optional[int] = ..., max_sessions: _Optional[int] = ..., max_tree_nodes: _Optional[int] = ..., total_pages: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., verify_cost: _Optional[_Iterable[_Union[_common_pb2.CostPoint, _Mapping]]] = ..., channel_transport: _Optional[str] = ..., channel_reason: _Optional[str] = ..., instance: _Optional[bytes] = ..., deterministic: _Optional[bool] = ...) -> None: ...
+    dummy_weights: bool
+    simulated_acceptance: str
+    def __init__(self, model_id: _Optional[str] = ..., fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., hidden_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., page_size: _Optional[int] = ..., max_length: _Optional[int] = ..., tp_size: _Optional[int] = ..., max_sessions: _Optional[int] = ..., max_tree_nodes: _Optional[int] = ..., total_pages: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., verify_cost: _Optional[_Iterable[_Union[_common_pb2.CostPoint, _Mapping]]] = ..., channel_transport: _Optional[str] = ..., channel_reason: _Optional[str] = ..., instance: _Optional[bytes] = ..., deterministic: _Optional[bool] = ..., dummy_weights: _Optional[bool] = ..., simulated_acceptance: _Optional[str] = ...) -> None: ...
 
 class TargetRequest(_message.Message):
     __slots__ = ("batch_id", "open", "verify", "release")
@@ -182,44 +186,68 @@ class TargetTimings(_message.Message):
     def __init__(self, queue_ns: _Optional[int] = ..., forward_ns: _Optional[int] = ..., commit_ns: _Optional[int] = ..., rows: _Optional[int] = ..., prefill_rows: _Optional[int] = ..., service_ns: _Optional[int] = ...) -> None: ...
 
 class PeerIdentity(_message.Message):
-    __slots__ = ("boot_id", "pid_namespace", "pid", "device", "instance")
+    __slots__ = ("boot_id", "pid_namespace", "pid", "device", "instance", "device_ordinal")
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     PID_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_ORDINAL_FIELD_NUMBER: _ClassVar[int]
     boot_id: str
     pid_namespace: str
     pid: int
     device: str
     instance: bytes
-    def __init__(self, boot_id: _Optional[str] = ..., pid_namespace: _Optional[str] = ..., pid: _Optional[int] = ..., device: _Optional[str] = ..., instance: _Optional[bytes] = ...) -> None: ...
+    device_ordinal: int
+    def __init__(self, boot_id: _Optional[str] = ..., pid_namespace: _Optional[str] = ..., pid: _Optional[int] = ..., device: _Optional[str] = ..., instance: _Optional[bytes] = ..., device_ordinal: _Optional[int] = ...) -> None: ...
 
 class ChannelRequest(_message.Message):
-    __slots__ = ("attach", "probe", "ack", "recapture")
+    __slots__ = ("attach", "probe", "ack", "recapture", "projection_part")
     ATTACH_FIELD_NUMBER: _ClassVar[int]
     PROBE_FIELD_NUMBER: _ClassVar[int]
     ACK_FIELD_NUMBER: _ClassVar[int]
     RECAPTURE_FIELD_NUMBER: _ClassVar[int]
+    PROJECTION_PART_FIELD_NUMBER: _ClassVar[int]
     attach: Attach
     probe: Probe
     ack: Ack
     recapture: Recapture
-    def __init__(self, attach: _Optional[_Union[Attach, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., recapture: _Optional[_Union[Recapture, _Mapping]] = ...) -> None: ...
+    projection_part: ProjectionPart
+    def __init__(self, attach: _Optional[_Union[Attach, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., recapture: _Optional[_Union[Recapture, _Mapping]] = ..., projection_part: _Optional[_Union[ProjectionPart, _Mapping]] = ...) -> None: ...
 
 class Attach(_message.Message):
-    __slots__ = ("identity", "target_layer_ids", "normed_last_layer", "transports", "slots")
+    __slots__ = ("identity", "target_layer_ids", "normed_last_layer", "transports", "slots", "projection")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     TARGET_LAYER_IDS_FIELD_NUMBER: _ClassVar[int]
     NORMED_LAST_LAYER_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
+    PROJECTION_FIELD_NUMBER: _ClassVar[int]
     identity: PeerIdentity
     target_layer_ids: _containers.RepeatedScalarFieldContainer[int]
     normed_last_layer: bool
     transports: _containers.RepeatedScalarFieldContainer[str]
     slots: int
-    def __init__(self, identity: _Optional[_Union[PeerIdentity, _Mapping]] = ..., target_layer_ids: _Optional[_Iterable[int]] = ..., normed_last_layer: _Optional[bool] = ..., transports: _Optional[_Iterable[str]] = ..., slots: _Optional[int] = ...) -> None: ...
+    projection: Projection
+    def __init__(self, identity: _Optional[_Union[PeerIdentity, _Mapping]] = ..., target_layer_ids: _Optional[_Iterable[int]] = ..., normed_last_layer: _Optional[bool] = ..., transports: _Optional[_Iterable[str]] = ..., slots: _Optional[int] = ..., projection: _Optional[_Union[Projection, _Mapping]] = ...) -> None: ...
+
+class Projection(_message.Message):
+    __slots__ = ("width", "columns", "dtype", "eps")
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    EPS_FIELD_NUMBER: _ClassVar[int]
+    width: int
+    columns: int
+    dtype: str
+    eps: float
+    def __init__(self, width: _Optional[int] = ..., columns: _Optional[int] = ..., dtype: _Optional[str] = ..., eps: _Optional[float] = ...) -> None: ...
+
+class ProjectionPart(_message.Message):
+    __slots__ = ("data",)
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    def __init__(self, data: _Optional[bytes] = ...) -> None: ...
 
 class Probe(_message.Message):
     __slots__ = ("opened", "nonce", "reason")
@@ -260,7 +288,7 @@ class ChannelReply(_message.Message):
     def __init__(self, offer: _Optional[_Union[Offer, _Mapping]] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ..., chunks: _Optional[_Union[Chunks, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
 
 class Offer(_message.Message):
-    __slots__ = ("transport", "location", "handle", "slots", "row_width", "dtype", "data_offset", "nonce_length")
+    __slots__ = ("transport", "location", "handle", "slots", "row_width", "dtype", "data_offset", "nonce_length", "events")
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     LOCATION_FIELD_NUMBER: _ClassVar[int]
     HANDLE_FIELD_NUMBER: _ClassVar[int]
@@ -269,6 +297,7 @@ class Offer(_message.Message):
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     DATA_OFFSET_FIELD_NUMBER: _ClassVar[int]
     NONCE_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
     transport: str
     location: str
     handle: bytes
@@ -277,7 +306,8 @@ class Offer(_message.Message):
     dtype: str
     data_offset: int
     nonce_length: int
-    def __init__(self, transport: _Optional[str] = ..., location: _Optional[str] = ..., handle: _Optional[bytes] = ..., slots: _Optional[int] = ..., row_width: _Optional[int] = ..., dtype: _Optional[str] = ..., data_offset: _Optional[int] = ..., nonce_length: _Optional[int] = ...) -> None: ...
+    events: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, transport: _Optional[str] = ..., location: _Optional[str] = ..., handle: _Optional[bytes] = ..., slots: _Optional[int] = ..., row_width: _Optional[int] = ..., dtype: _Optional[str] = ..., data_offset: _Optional[int] = ..., nonce_length: _Optional[int] = ..., events: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Attached(_message.Message):
     __slots__ = ("transport", "reason", "epoch", "slots", "row_width", "dtype")
@@ -302,7 +332,7 @@ class Chunks(_message.Message):
     def __init__(self, chunks: _Optional[_Iterable[_Union[Chunk, _Mapping]]] = ...) -> None: ...
 
 class Chunk(_message.Message):
-    __slots__ = ("chunk_id", "session", "first_position", "count", "first_slot", "generation", "tokens", "anchor", "has_anchor", "data", "event")
+    __slots__ = ("chunk_id", "session", "first_position", "count", "first_slot", "generation", "tokens", "anchor", "has_anchor", "data", "event_number")
     CHUNK_ID_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     FIRST_POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -313,7 +343,7 @@ class Chunk(_message.Message):
     ANCHOR_FIELD_NUMBER: _ClassVar[int]
     HAS_ANCHOR_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
-    EVENT_FIELD_NUMBER: _ClassVar[int]
+    EVENT_NUMBER_FIELD_NUMBER: _ClassVar[int]
     chunk_id: int
     session: _common_pb2.SessionKey
     first_position: int
@@ -324,8 +354,8 @@ class Chunk(_message.Message):
     anchor: int
     has_anchor: bool
     data: bytes
-    event: bytes
-    def __init__(self, chunk_id: _Optional[int] = ..., session: _Optional[_Union[_common_pb2.SessionKey, _Mapping]] = ..., first_position: _Optional[int] = ..., count: _Optional[int] = ..., first_slot: _Optional[int] = ..., generation: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., anchor: _Optional[int] = ..., has_anchor: _Optional[bool] = ..., data: _Optional[bytes] = ..., event: _Optional[bytes] = ...) -> None: ...
+    event_number: int
+    def __init__(self, chunk_id: _Optional[int] = ..., session: _Optional[_Union[_common_pb2.SessionKey, _Mapping]] = ..., first_position: _Optional[int] = ..., count: _Optional[int] = ..., first_slot: _Optional[int] = ..., generation: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., anchor: _Optional[int] = ..., has_anchor: _Optional[bool] = ..., data: _Optional[bytes] = ..., event_number: _Optional[int] = ...) -> None: ...
 
 class Refused(_message.Message):
     __slots__ = ("error",)

@@ -99,8 +99,7 @@ class Checkpoint:
         and middle KiB of every tensor: a sample, not a checksum, since hashing 100 GB would delay each start.
         """
         digest = hashlib.blake2b(digest_size=16)
-        config = {key: value for key, value in self.config.items() if key not in _PROVENANCE_KEYS}
-        digest.update(json.dumps(config, sort_keys=True).encode())
+        digest.update(_config_bytes(self.config))
         for shard in sorted(self._headers):
             digest.update(self._headers[shard])
             digest.update(shard.stat().st_size.to_bytes(8, "little"))
@@ -198,6 +197,31 @@ class Checkpoint:
         return (
             f"Checkpoint({str(self.folder)!r}, {len(self._entries)} tensors, {weights / 1e6:.1f} M weights)"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigFiles:
+    """A model's config.json and, where there is one beside it, its generation_config.json."""
+
+    model: dict[str, Any]
+    generation: dict[str, Any]
+
+
+def config_files(place: Path) -> ConfigFiles:
+    """Read the configuration in folder `place`, or the file `place` itself. Raises ConfigError."""
+    path = place if place.is_file() else place / "config.json"
+    beside = path.with_name("generation_config.json")
+    return ConfigFiles(read_json(path), read_json(beside) if beside.is_file() else {})
+
+
+def fingerprint_of_config(config: dict[str, Any]) -> str:
+    """32 hex digits for a model that has a configuration and no weights; never those of a checkpoint."""
+    return hashlib.blake2b(b"dummy weights/" + _config_bytes(config), digest_size=16).hexdigest()
+
+
+def _config_bytes(config: dict[str, Any]) -> bytes:
+    kept = {key: value for key, value in config.items() if key not in _PROVENANCE_KEYS}
+    return json.dumps(kept, sort_keys=True).encode()
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -73,6 +73,8 @@ def _fail(error: Exception, code: int) -> int:
 
 def _service(name: str, argv: Sequence[str]) -> int:
     from specbridge import process
+
+    default_environment(**process.rpc_environment())  # before gRPC is imported, as the next ones do
     from specbridge.flags import add_flags
     from specbridge.serve import settings_class
 

@@ -8,6 +8,7 @@
     ├── NotReady             the draft has not caught up: decode without a tree
     ├── CapacityError        pages, sessions, slots or queue places ran out
     ├── Unavailable          a service is starting, going down or gone
+    │   └── DeadlineExceeded the caller's own time is up
     └── InternalError        a defect on our side
 
 A message names what was wrong, the value and the fix.
@@ -58,6 +59,10 @@ class Unavailable(SpecBridgeError):
     """The service can't answer now; the caller may try again."""
 
 
+class DeadlineExceeded(Unavailable):
+    """The time that the caller allowed is up."""
+
+
 class InternalError(SpecBridgeError):
     """A defect on our side."""
 
@@ -87,9 +92,12 @@ TABLE: tuple[tuple[type[SpecBridgeError], ErrorMapping], ...] = (
         CapacityError,
         ErrorMapping("RESOURCE_EXHAUSTED", "ERROR_CODE_RESOURCE_EXHAUSTED", 429, "rate_limit_error"),
     ),
+    (DeadlineExceeded, ErrorMapping("DEADLINE_EXCEEDED", "ERROR_CODE_UNAVAILABLE", 504, "server_error")),
     (Unavailable, ErrorMapping("UNAVAILABLE", "ERROR_CODE_UNAVAILABLE", 503, "server_error")),
     (InternalError, ErrorMapping("INTERNAL", "ERROR_CODE_INTERNAL", 500, "server_error")),
 )
+
+MAX_MESSAGE = 1000
 
 _INTERNAL = ErrorMapping("INTERNAL", "ERROR_CODE_INTERNAL", 500, "server_error")
 
@@ -99,7 +107,16 @@ def mapping(error: BaseException) -> ErrorMapping:
     return next((m for kind, m in TABLE if isinstance(error, kind)), _INTERNAL)
 
 
+def message_of(error: BaseException) -> str:
+    """What a peer is told, at most MAX_MESSAGE characters: gRPC drops calls whose status is too long, and a
+    message may quote what the peer sent.
+    """
+    text = str(error) or type(error).__name__
+    return text if len(text) <= MAX_MESSAGE else text[:MAX_MESSAGE] + " ... (cut)"
+
+
 def from_code(code: str, message: str) -> SpecBridgeError:
     """The error a wire ErrorCode name stands for; an unknown code becomes InternalError."""
-    kind = next((k for k, m in TABLE if m.code == code and k is not ConfigError), InternalError)
+    general = (item for item in TABLE if item[0] not in (ConfigError, DeadlineExceeded))
+    kind = next((k for k, m in general if m.code == code), InternalError)
     return kind(message)

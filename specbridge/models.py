@@ -86,6 +86,26 @@ def resolve_draft(name: str, target_name: str, *, progress: bool = False) -> Pat
     return _resolve(name, "--draft", progress=progress)
 
 
+def resolve_config(name: str, flag: str) -> Path:
+    """The config.json (or its folder) of a model that is run without its weights; nothing is fetched.
+
+    Raises ConfigError if there is none. flag: the option that `name` was given by, for messages.
+    """
+    place = Path(name).expanduser()
+    if place.is_file() or (place / "config.json").is_file():
+        return place.resolve()
+    found = "is a folder without config.json" if place.is_dir() else "is no file or folder here"
+    raise ConfigError(
+        f"{flag} {name!r} {found}; with --load-format dummy give a Hugging Face config.json, or a folder "
+        "that holds one (benchmarks/configs has some)"
+    )
+
+
+def config_name(place: Path) -> str:
+    """What to call a model without weights: the folder of its configuration."""
+    return f"{place.parent.name if place.is_file() else place.name}-dummy"
+
+
 def packaged_drafter(target_name: str) -> Path | None:
     """The drafter shipped for a target (its built-in name, or the folder it was converted to), if any."""
     for name, model in BUILTIN.items():

@@ -6,7 +6,7 @@ from protobuf. Field meanings and units are those of protos/*.proto.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -15,6 +15,9 @@ from specbridge.tree import EMPTY_TREE, DraftTree
 
 GREEDY_BELOW = 1e-5
 """A temperature below this means greedy decoding (no noise, lowest id wins ties)."""
+
+GATEWAY_ID_BYTES = 16
+"""Length of a gateway process's random id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,15 @@ class SessionKey:
 
     def __str__(self) -> str:
         return f"{self.gateway[:4].hex()}/{self.number}.{self.incarnation}"
+
+    def validate(self) -> None:
+        """Raises InvalidRequest for a gateway id that is none: two clients could have the same."""
+        if len(self.gateway) != GATEWAY_ID_BYTES:
+            raise InvalidRequest(
+                f"the session's gateway id has {len(self.gateway)} bytes; draw {GATEWAY_ID_BYTES} random "
+                "ones once at start",
+                param="session",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +82,20 @@ class SamplingParams:
 
 
 MAX_STOP_TOKEN_IDS = 256
-"""Most `stop_token_ids` of one request; the target refuses more."""
+"""Most `stop_token_ids` of one request."""
+
+
+def check_token_ids(ids: Sequence[int], vocab_size: int, *, name: str) -> None:
+    """Raises InvalidRequest, naming the field and the id, unless all are in [0, vocab_size)."""
+    if not ids:
+        return
+    low, high = min(ids), max(ids)
+    if low < 0 or high >= vocab_size:
+        raise InvalidRequest(
+            f"{name} holds token id {low if low < 0 else high}; ids must be in [0, {vocab_size}), the "
+            "model's vocabulary",
+            param=name,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +106,25 @@ class StopParams:
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     ignore_eos: bool = False
+
+    def validate(self, *, vocab_size: int) -> None:
+        """Raises InvalidRequest naming field, value and legal range."""
+        if self.max_tokens < 1:
+            raise InvalidRequest(
+                f"max_tokens is {self.max_tokens}; it must be at least 1", param="max_tokens"
+            )
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens is {self.min_tokens}; it must be in [0, {self.max_tokens}], the most tokens of "
+                "this request",
+                param="min_tokens",
+            )
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise InvalidRequest(
+                f"{len(self.stop_token_ids)} stop_token_ids are given; {MAX_STOP_TOKEN_IDS} are the most",
+                param="stop_token_ids",
+            )
+        check_token_ids(self.stop_token_ids, vocab_size, name="stop_token_ids")
 
 
 class FinishReason(IntEnum):
@@ -129,6 +173,8 @@ class TargetInfo:
     channel_transport: str = "none"
     channel_reason: str = ""
     deterministic: bool = False
+    dummy_weights: bool = False
+    simulated_acceptance: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +280,8 @@ class DraftInfo:
     channel_transport: str = "none"
     channel_reason: str = ""
     attached: bool = False
+    dummy_weights: bool = False
+    simulated_acceptance: str = ""
 
 
 @dataclass(frozen=True, slots=True)

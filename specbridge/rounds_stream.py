@@ -1,13 +1,14 @@
 """RoundsStream: the server's side of one Rounds stream, the same for target and draft.
 
-Owns the replies on their way out and the count of results still owed, so that a client which closes its
-sending side and waits for the answers, as command-line clients do, gets them before the stream ends. Does not
-own messages' meaning (the engines) nor their conversion (the servers).
+Owns the replies on their way out, the time since the engine gave them, and the count of results still owed,
+so that a client which closes its sending side and waits for the answers, as command-line clients do, gets
+them before the stream ends. Does not own messages' meaning (the engines) nor their conversion (the servers).
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
@@ -50,7 +51,8 @@ class RoundsStream(Generic[MessageT]):
 
     def __init__(self, *, opened: object | None = None) -> None:
         self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[MessageT | None] = asyncio.Queue()
+        self._queue: asyncio.Queue[tuple[MessageT, int] | None] = asyncio.Queue()
+        self._put_ns = 0
         self._opened = opened
         self._owed = 0
         # By session number: a re-opened one takes its older incarnation's place, of which nothing more comes.
@@ -84,13 +86,18 @@ class RoundsStream(Generic[MessageT]):
             self._queue.put_nowait(None)  # wakes a reader to whom nothing is owed
 
     def _put(self, message: MessageT) -> None:
-        self._loop.call_soon_threadsafe(self._queue.put_nowait, message)
+        self._loop.call_soon_threadsafe(self._queue.put_nowait, (message, time.perf_counter_ns()))
+
+    def since_reply(self) -> int:
+        """Nanoseconds since the engine gave the reply that `answers` has yielded last."""
+        return time.perf_counter_ns() - self._put_ns
 
     async def _next(self) -> MessageT | None:
         """The next reply; None at the end."""
         while not self._half_closed or self._owed or self._opening or not self._queue.empty():
-            message = await self._queue.get()
-            if message is not None:
+            entry = await self._queue.get()
+            if entry is not None:
+                message, self._put_ns = entry
                 self._settle(message)
                 return message
         return None

@@ -22,7 +22,8 @@ from typing import Any
 from pydantic import Field, create_model
 from pydantic_settings import SettingsConfigDict
 
-from specbridge import models, stack
+from specbridge import models, room, stack
+from specbridge.acceptance_model import label as acceptance_label
 from specbridge.errors import ConfigError
 from specbridge.flags import arguments, flag, is_switch, metavar
 from specbridge.server import first_of, until_signal
@@ -36,7 +37,12 @@ SERVICES = {
     "gateway": ("gateway.config", "GatewaySettings"),
 }
 # Set by the supervisor itself.
-_WIRED = frozenset({"listen", "grpc_listen", "target_address", "draft_address", "metrics_port"})
+_WIRED = frozenset(
+    {
+        *("listen", "grpc_listen", "target_address", "draft_address", "metrics_port"),
+        *("launcher", "rank_interface"),
+    }
+)
 # The same word with another meaning: the gateway's is the stack's, the others have the prefixed form only.
 _OWN_MEANING = {"max_verify_rows": "gateway", "drain": "gateway"}
 
@@ -112,6 +118,10 @@ class Plan:
     limits: stack.Limits
     endpoints: Mapping[str, str]
     options: StackSettings
+    model: str
+    """What is served, for people."""
+    synthetic: tuple[str, ...] = ()
+    """What of it is not real, a sentence each."""
 
 
 def plan(options: StackSettings, folder: Path) -> Plan:
@@ -124,7 +134,7 @@ def plan(options: StackSettings, folder: Path) -> Plan:
     address = {name: f"unix:{folder / name}.sock" for name in names}
     address["gateway"] = f"{options.grpc_host}:{grpc_port}"
     wiring: dict[str, dict[str, Any]] = {
-        "target": {"listen": address["target"]},
+        "target": {"listen": address["target"], "launcher": "none"},
         "draft": {
             "listen": address.get("draft"),
             "target_address": address["target"],
@@ -142,10 +152,18 @@ def plan(options: StackSettings, folder: Path) -> Plan:
         "grpc": f"{_shown(options.grpc_host)}:{grpc_port}",
     }
     endpoints["gateway metrics"] = f"http://{_shown(http_host)}:{http_port}/metrics"
+    if not options.no_draft and "gpu_reserve" not in own["target"].model_fields_set:
+        wiring["target"]["gpu_reserve"] = room.reserve_for_draft(
+            own["draft"].model_dump() | {"draft": options.draft, "target": options.target},
+            own["target"].model_dump(),
+        )
+    target = _dummy_config(own["target"]) or options.target
     services = []
     for name in names:
         values = {key: getattr(own[name], key) for key in own[name].model_fields_set} | wiring[name]
-        values["target"] = options.target
+        values["target"] = target
+        if name == "gateway" and target != options.target:
+            values |= _stand_ins(Path(target), values)
         if name != "gateway":
             port = values.get("metrics_port") or stack.free_port()
             values["metrics_port"] = port
@@ -157,7 +175,7 @@ def plan(options: StackSettings, folder: Path) -> Plan:
         hang_timeout=options.hang_timeout,
         max_restarts=options.max_restarts,
     )
-    return Plan(tuple(services), limits, endpoints, options)
+    return Plan(tuple(services), limits, endpoints, options, target, _synthetic(own, names))
 
 
 def split(options: StackSettings) -> dict[str, Settings]:
@@ -189,13 +207,18 @@ def split(options: StackSettings) -> dict[str, Settings]:
 def _check(options: StackSettings, own: Mapping[str, Settings], given: Mapping[str, Any]) -> None:
     """Combinations across services; those of one service are its own class's matter."""
     if options.no_draft:
-        alone = {"draft", *(f"draft_{name}" for name in type(own["draft"]).model_fields)} - set(
-            type(own["gateway"]).model_fields
-        )
+        prefixed = (f"draft_{name}" for name in type(own["draft"]).model_fields)
+        alone = {"draft", "drafter_config", *prefixed} - set(type(own["gateway"]).model_fields)
         wrong = sorted(alone & set(given))
         if wrong:
             raise ConfigError(f"--no-draft and {flag(wrong[0])} exclude each other; drop one of them")
     target, gateway = own["target"].model_dump(), own["gateway"].model_dump()
+    theirs, ours = target["simulate_acceptance"], own["draft"].model_dump()["simulate_acceptance"]
+    if not options.no_draft and acceptance_label(theirs) != acceptance_label(ours):
+        raise ConfigError(
+            f"the target simulates acceptance {theirs or 'nothing'!r}, the draft {ours or 'nothing'!r}: no "
+            "draft token would ever be right; give both the same with --simulate-acceptance"
+        )
     budget, most = gateway["tree_budget"], target["max_tree_nodes"]
     if not options.no_draft and budget > most:
         raise ConfigError(
@@ -220,6 +243,47 @@ def _check(options: StackSettings, own: Mapping[str, Settings], given: Mapping[s
         raise ConfigError(
             f"--http-port and --grpc-port are both {options.grpc_port}; give them different ports"
         )
+
+
+def _dummy_config(target: Settings) -> str:
+    """The configuration that stands for the target if it has no weights, else empty. Raises ConfigError."""
+    values = target.model_dump()
+    if values["load_format"] != "dummy":
+        return ""
+    given = values["config"] or values["target"]
+    return str(models.resolve_config(given, "--config" if values["config"] else "--target"))
+
+
+def _stand_ins(place: Path, given: Mapping[str, Any]) -> dict[str, Any]:
+    """A name, and a tokenizer where there is none, for the gateway before a model without weights."""
+    folder = place.parent if place.is_file() else place
+    chosen = {"model_name": given.get("model_name") or models.config_name(place)}
+    if not given.get("tokenizer") and not (folder / "tokenizer.json").is_file():
+        chosen["tokenizer"] = "bytes"
+    return chosen
+
+
+def _synthetic(own: Mapping[str, Settings], names: list[str]) -> tuple[str, ...]:
+    lines = []
+    for name in names:
+        values = own[name].model_dump()
+        if values.get("load_format") == "dummy":
+            lines.append(f"  DUMMY WEIGHTS in the {name} service: times are real, the text means nothing")
+        if values.get("simulate_acceptance"):
+            setting = values["simulate_acceptance"]
+            lines.append(f"  SIMULATED ACCEPTANCE in the {name} service: {setting}; the text is made up")
+    return tuple(lines)
+
+
+def _fetch(options: StackSettings, *, progress: bool) -> None:
+    """Get real models onto this machine before the services start, with one progress bar. Raises ConfigError
+    for options that can't work, before anything is fetched."""
+    own = split(options)
+    target, draft = options.target, options.draft
+    if own["target"].model_dump()["load_format"] != "dummy":
+        models.resolve_target(target, progress=progress)
+    if not options.no_draft and own["draft"].model_dump()["load_format"] != "dummy":
+        models.resolve_draft(draft, target, progress=progress)
 
 
 def _service(name: str, values: dict[str, Any], address: str, own: Settings) -> stack.Service:
@@ -283,10 +347,8 @@ async def serve(
     Raises ConfigError before anything starts if the options can't work, ServiceFailed if a service can't run.
     """
     async with stack.run_folder(options.run_dir) as folder:
+        _fetch(options, progress=progress)
         made = plan(options, folder)
-        models.resolve_target(options.target, progress=progress)
-        if not options.no_draft:
-            models.resolve_draft(options.draft, options.target, progress=progress)
         state = partial(stack.write_state, folder / "stack.json", endpoints=made.endpoints)
         running = stack.Stack(
             made.services, made.limits, write=write, on_change=lambda changed: state(changed)
@@ -306,7 +368,7 @@ async def serve(
 
 def announcement(made: Plan) -> str:
     """The lines that tell a person where everything is."""
-    lines = [f"SpecBridge serves {made.options.target}"]
+    lines = [f"SpecBridge serves {made.model}", *made.synthetic]
     lines += [f"  {name:<16} {where}" for name, where in made.endpoints.items()]
     return "\n".join(lines)
 

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -82,10 +83,12 @@ class RequestIds(grpc.aio.ServerInterceptor):
 
 async def abort(context: grpc.aio.ServicerContext, error: BaseException) -> None:
     """End a call with the status the error maps to. The caller gets the message, the log a traceback."""
+    if isinstance(error, DecodeError):  # on a stream, it is the handler that reads the messages
+        error = errors.InvalidRequest(f"{error}; send the messages of this version's protos")
     mapping = errors.mapping(error)
     if not isinstance(error, errors.SpecBridgeError):
         log.exception("unexpected error in a call", exc_info=error)
-    await context.abort(grpc.StatusCode[mapping.grpc_status], str(error) or type(error).__name__)
+    await context.abort(grpc.StatusCode[mapping.grpc_status], errors.message_of(error))
 
 
 @contextlib.asynccontextmanager

@@ -3,9 +3,16 @@
 The only module besides the servers and clients that touches generated classes. `to_pb` functions
 never fail on domain objects; `from_pb` functions check only what protobuf can't (sizes of ids), the
 services validate meaning.
+
+Every round passes here four times, so two things about protobuf's Python classes matter. A nested message
+given to a constructor is serialised and parsed again, at every level; a mapping of its fields is not. And
+slicing a repeated field is several times faster than iterating over it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 from protos import common_pb2, draft_pb2, target_pb2
 from specbridge import errors
@@ -13,15 +20,18 @@ from specbridge import rounds as r
 from specbridge.tree import EMPTY_TREE, DraftTree
 
 # Open enums: a newer peer may send numbers that this build has no name for.
-_TARGET_KINDS = frozenset(int(kind) for kind in r.TargetResultKind)
-_DRAFT_KINDS = frozenset(int(kind) for kind in r.DraftResultKind)
-_FINISH_REASONS = frozenset(int(reason) for reason in r.FinishReason)
+_TARGET_KINDS = {int(kind): kind for kind in r.TargetResultKind}
+_DRAFT_KINDS = {int(kind): kind for kind in r.DraftResultKind}
+_FINISH_REASONS = {int(reason): reason for reason in r.FinishReason}
+
+Fields = dict[str, Any]
+"""A nested message on its way out, by field names."""
 
 # ---- common ---------------------------------------------------------------------------------
 
 
-def key_to_pb(key: r.SessionKey) -> common_pb2.SessionKey:
-    return common_pb2.SessionKey(gateway=key.gateway, number=key.number, incarnation=key.incarnation)
+def key_fields(key: r.SessionKey) -> Fields:
+    return {"gateway": key.gateway, "number": key.number, "incarnation": key.incarnation}
 
 
 def key_from_pb(pb: common_pb2.SessionKey) -> r.SessionKey:
@@ -69,22 +79,21 @@ def stop_to_pb(s: r.StopParams) -> common_pb2.StopParams:
 
 
 def stop_from_pb(pb: common_pb2.StopParams) -> r.StopParams:
-    return r.StopParams(pb.max_tokens, tuple(pb.stop_token_ids), pb.min_tokens, pb.ignore_eos)
+    return r.StopParams(pb.max_tokens, tuple(pb.stop_token_ids[:]), pb.min_tokens, pb.ignore_eos)
 
 
-def tree_to_pb(tree: DraftTree) -> common_pb2.DraftTree:
-    return common_pb2.DraftTree(tokens=tree.tokens, parents=tree.parents, scores=tree.scores)
+def _tree_fields(tree: DraftTree) -> Fields:
+    return {"tokens": tree.tokens, "parents": tree.parents, "scores": tree.scores}
 
 
-def tree_from_pb(pb: common_pb2.DraftTree) -> DraftTree:
-    if not pb.tokens and not pb.parents and not pb.scores:
-        return EMPTY_TREE
-    return DraftTree(tuple(pb.tokens), tuple(pb.parents), tuple(pb.scores))
+def _tree_from_pb(pb: common_pb2.DraftTree) -> DraftTree:
+    tokens, parents, scores = tuple(pb.tokens[:]), tuple(pb.parents[:]), tuple(pb.scores[:])
+    return DraftTree(tokens, parents, scores) if tokens or parents or scores else EMPTY_TREE
 
 
 def error_to_pb(error: BaseException) -> common_pb2.Error:
     code = common_pb2.ErrorCode.Value(errors.mapping(error).code)
-    return common_pb2.Error(code=code, message=str(error))
+    return common_pb2.Error(code=code, message=errors.message_of(error))
 
 
 def error_from_pb(pb: common_pb2.Error) -> errors.SpecBridgeError:
@@ -94,8 +103,8 @@ def error_from_pb(pb: common_pb2.Error) -> errors.SpecBridgeError:
     return errors.from_code(name, pb.message)
 
 
-def _costs_to_pb(points: tuple[r.CostPoint, ...]) -> list[common_pb2.CostPoint]:
-    return [common_pb2.CostPoint(rows=p.rows, context=p.context, time_ns=p.time_ns) for p in points]
+def _costs_fields(points: Sequence[r.CostPoint]) -> list[Fields]:
+    return [{"rows": p.rows, "context": p.context, "time_ns": p.time_ns} for p in points]
 
 
 def _costs_from_pb(points) -> tuple[r.CostPoint, ...]:  # type: ignore[no-untyped-def]
@@ -105,30 +114,16 @@ def _costs_from_pb(points) -> tuple[r.CostPoint, ...]:  # type: ignore[no-untype
 # ---- target ---------------------------------------------------------------------------------
 
 _TARGET_INFO_PLAIN = (
-    "model_id",
-    "fingerprint",
-    "vocab_size",
-    "hidden_size",
-    "num_layers",
-    "page_size",
-    "max_length",
-    "tp_size",
-    "max_sessions",
-    "max_tree_nodes",
-    "total_pages",
-    "dtype",
-    "device",
-    "instance",
-    "channel_transport",
-    "channel_reason",
-    "deterministic",
-)
+    "model_id", "fingerprint", "vocab_size", "hidden_size", "num_layers", "page_size", "max_length",
+    "tp_size", "max_sessions", "max_tree_nodes", "total_pages", "dtype", "device", "instance",
+    "channel_transport", "channel_reason", "deterministic", "dummy_weights", "simulated_acceptance",
+)  # fmt: skip
 
 
 def target_info_to_pb(info: r.TargetInfo) -> target_pb2.TargetInfo:
     return target_pb2.TargetInfo(
         eos_token_ids=info.eos_token_ids,
-        verify_cost=_costs_to_pb(info.verify_cost),
+        verify_cost=_costs_fields(info.verify_cost),
         **{name: getattr(info, name) for name in _TARGET_INFO_PLAIN},
     )
 
@@ -141,9 +136,9 @@ def target_info_from_pb(pb: target_pb2.TargetInfo) -> r.TargetInfo:
     )
 
 
-def target_open_to_pb(o: r.TargetOpen) -> target_pb2.TargetOpen:
+def _target_open_to_pb(o: r.TargetOpen) -> target_pb2.TargetOpen:
     return target_pb2.TargetOpen(
-        session=key_to_pb(o.session),
+        session=key_fields(o.session),
         tokens=o.tokens,
         prompt_length=o.prompt_length,
         sampling=sampling_to_pb(o.sampling),
@@ -155,10 +150,10 @@ def target_open_to_pb(o: r.TargetOpen) -> target_pb2.TargetOpen:
     )
 
 
-def target_open_from_pb(pb: target_pb2.TargetOpen) -> r.TargetOpen:
+def _target_open_from_pb(pb: target_pb2.TargetOpen) -> r.TargetOpen:
     return r.TargetOpen(
         session=key_from_pb(pb.session),
-        tokens=tuple(pb.tokens),
+        tokens=tuple(pb.tokens[:]),
         prompt_length=pb.prompt_length,
         sampling=sampling_from_pb(pb.sampling),
         stop=stop_from_pb(pb.stop),
@@ -172,67 +167,74 @@ def target_open_from_pb(pb: target_pb2.TargetOpen) -> r.TargetOpen:
 def target_request_to_pb(request: r.TargetRequest) -> target_pb2.TargetRequest:
     return target_pb2.TargetRequest(
         batch_id=request.batch_id,
-        open=[target_open_to_pb(o) for o in request.opens],
+        open=[_target_open_to_pb(o) for o in request.opens],
         verify=[
-            target_pb2.Verify(
-                session=key_to_pb(v.session), base=v.base, tree=tree_to_pb(v.tree), defer_rows=v.defer_rows
-            )
+            {
+                "session": key_fields(v.session),
+                "base": v.base,
+                "tree": _tree_fields(v.tree),
+                "defer_rows": v.defer_rows,
+            }
             for v in request.verifies
         ],
-        release=[target_pb2.Release(session=key_to_pb(key)) for key in request.releases],
+        release=[{"session": key_fields(key)} for key in request.releases],
     )
 
 
 def target_request_from_pb(pb: target_pb2.TargetRequest) -> r.TargetRequest:
     return r.TargetRequest(
         batch_id=pb.batch_id,
-        opens=tuple(target_open_from_pb(o) for o in pb.open),
+        opens=tuple(_target_open_from_pb(o) for o in pb.open),
         verifies=tuple(
-            r.Verify(key_from_pb(v.session), v.base, tree_from_pb(v.tree), defer_rows=v.defer_rows)
+            r.Verify(key_from_pb(v.session), v.base, _tree_from_pb(v.tree), defer_rows=v.defer_rows)
             for v in pb.verify
         ),
         releases=tuple(key_from_pb(release.session) for release in pb.release),
     )
 
 
-def target_result_to_pb(result: r.TargetResult) -> target_pb2.TargetResult:
-    return target_pb2.TargetResult(
-        session=key_to_pb(result.session),
-        kind=int(result.kind),  # type: ignore[arg-type]  # open enums take any number
-        base=result.base,
-        kv_length=result.kv_length,
-        tokens=result.tokens,
-        accepted=result.accepted,
-        finish_reason=int(result.finish_reason),  # type: ignore[arg-type]
-        cached_tokens=result.cached_tokens,
-        draft_has_context=result.draft_has_context,
-        error=error_to_pb(result.error) if result.error else None,
-        logprobs=[
-            target_pb2.TokenLogprobs(chosen=lp.chosen, top_ids=lp.top_ids, top=lp.top)
-            for lp in result.logprobs
-        ],
-    )
+def _target_result_fields(result: r.TargetResult) -> Fields:
+    fields: Fields = {
+        "session": key_fields(result.session),
+        "kind": int(result.kind),
+        "base": result.base,
+        "kv_length": result.kv_length,
+        "tokens": result.tokens,
+        "accepted": result.accepted,
+        "finish_reason": int(result.finish_reason),
+        "cached_tokens": result.cached_tokens,
+        "draft_has_context": result.draft_has_context,
+    }
+    if result.error is not None:
+        fields["error"] = error_to_pb(result.error)
+    if result.logprobs:
+        fields["logprobs"] = [
+            {"chosen": lp.chosen, "top_ids": lp.top_ids, "top": lp.top} for lp in result.logprobs
+        ]
+    return fields
 
 
-def target_result_from_pb(pb: target_pb2.TargetResult) -> r.TargetResult:
-    if pb.kind not in _TARGET_KINDS or pb.finish_reason not in _FINISH_REASONS:
+def _target_result_from_pb(pb: target_pb2.TargetResult) -> r.TargetResult:
+    key = key_from_pb(pb.session)
+    kind, finish_reason = _TARGET_KINDS.get(pb.kind), _FINISH_REASONS.get(pb.finish_reason)
+    if kind is None or finish_reason is None:
         unknown = errors.InternalError(
             f"target result kind {pb.kind}, finish reason {pb.finish_reason} is unknown to this build; "
             "run one version"
         )
-        return r.TargetResult(key_from_pb(pb.session), r.TargetResultKind.ERROR, base=pb.base, error=unknown)
+        return r.TargetResult(key, r.TargetResultKind.ERROR, base=pb.base, error=unknown)
     return r.TargetResult(
-        session=key_from_pb(pb.session),
-        kind=r.TargetResultKind(pb.kind),
-        base=pb.base,
-        kv_length=pb.kv_length,
-        tokens=tuple(pb.tokens),
-        accepted=tuple(pb.accepted),
-        finish_reason=r.FinishReason(pb.finish_reason),
-        cached_tokens=pb.cached_tokens,
-        draft_has_context=pb.draft_has_context,
-        error=error_from_pb(pb.error) if pb.HasField("error") else None,
-        logprobs=tuple(r.TokenLogprobs(lp.chosen, tuple(lp.top_ids), tuple(lp.top)) for lp in pb.logprobs),
+        key,
+        kind,
+        pb.base,
+        pb.kv_length,
+        tuple(pb.tokens[:]),
+        tuple(pb.accepted[:]),
+        finish_reason,
+        pb.cached_tokens,
+        pb.draft_has_context,
+        error_from_pb(pb.error) if pb.HasField("error") else None,
+        tuple(r.TokenLogprobs(lp.chosen, tuple(lp.top_ids[:]), tuple(lp.top[:])) for lp in pb.logprobs[:]),
     )
 
 
@@ -243,10 +245,8 @@ def target_reply_to_pb(reply: r.TargetReply) -> target_pb2.TargetReply:
     timings = reply.timings
     return target_pb2.TargetReply(
         batch_id=reply.batch_id,
-        results=[target_result_to_pb(result) for result in reply.results],
-        timings=target_pb2.TargetTimings(**{n: getattr(timings, n) for n in _TARGET_TIMINGS})
-        if timings
-        else None,
+        results=[_target_result_fields(result) for result in reply.results],
+        timings={n: getattr(timings, n) for n in _TARGET_TIMINGS} if timings else None,
     )
 
 
@@ -256,30 +256,22 @@ def target_reply_from_pb(pb: target_pb2.TargetReply) -> r.TargetReply:
         if pb.HasField("timings")
         else None
     )
-    return r.TargetReply(pb.batch_id, tuple(target_result_from_pb(result) for result in pb.results), timings)
+    return r.TargetReply(pb.batch_id, tuple(_target_result_from_pb(result) for result in pb.results), timings)
 
 
 # ---- draft ----------------------------------------------------------------------------------
 
 _DRAFT_INFO_PLAIN = (
-    "drafter_id",
-    "fingerprint",
-    "target_fingerprint",
-    "block_size",
-    "mask_token_id",
-    "max_nodes",
-    "vocab_size",
-    "instance",
-    "channel_transport",
-    "channel_reason",
-    "attached",
-)
+    "drafter_id", "fingerprint", "target_fingerprint", "block_size", "mask_token_id", "max_nodes",
+    "vocab_size", "instance", "channel_transport", "channel_reason", "attached", "dummy_weights",
+    "simulated_acceptance",
+)  # fmt: skip
 
 
 def draft_info_to_pb(info: r.DraftInfo) -> draft_pb2.DraftInfo:
     return draft_pb2.DraftInfo(
         target_layer_ids=info.target_layer_ids,
-        draft_cost=_costs_to_pb(info.draft_cost),
+        draft_cost=_costs_fields(info.draft_cost),
         **{name: getattr(info, name) for name in _DRAFT_INFO_PLAIN},
     )
 
@@ -297,7 +289,7 @@ def draft_request_to_pb(request: r.DraftRequest) -> draft_pb2.DraftRequest:
         batch_id=request.batch_id,
         open=[
             draft_pb2.DraftOpen(
-                session=key_to_pb(o.session),
+                session=key_fields(o.session),
                 tokens=o.tokens,
                 prompt_length=o.prompt_length,
                 sampling=sampling_to_pb(o.sampling),
@@ -308,16 +300,16 @@ def draft_request_to_pb(request: r.DraftRequest) -> draft_pb2.DraftRequest:
             for o in request.opens
         ],
         propose=[
-            draft_pb2.Propose(
-                session=key_to_pb(p.session),
-                base=p.base,
-                anchor=p.anchor,
-                max_nodes=p.max_nodes,
-                max_depth=p.max_depth,
-            )
+            {
+                "session": key_fields(p.session),
+                "base": p.base,
+                "anchor": p.anchor,
+                "max_nodes": p.max_nodes,
+                "max_depth": p.max_depth,
+            }
             for p in request.proposes
         ],
-        release=[draft_pb2.DraftRelease(session=key_to_pb(key)) for key in request.releases],
+        release=[{"session": key_fields(key)} for key in request.releases],
     )
 
 
@@ -327,7 +319,7 @@ def draft_request_from_pb(pb: draft_pb2.DraftRequest) -> r.DraftRequest:
         opens=tuple(
             r.DraftOpen(
                 session=key_from_pb(o.session),
-                tokens=tuple(o.tokens),
+                tokens=tuple(o.tokens[:]),
                 prompt_length=o.prompt_length,
                 sampling=sampling_from_pb(o.sampling),
                 cache_salt=o.cache_salt,
@@ -343,30 +335,33 @@ def draft_request_from_pb(pb: draft_pb2.DraftRequest) -> r.DraftRequest:
     )
 
 
-def draft_result_to_pb(result: r.DraftResult) -> draft_pb2.DraftResult:
-    return draft_pb2.DraftResult(
-        session=key_to_pb(result.session),
-        kind=int(result.kind),  # type: ignore[arg-type]  # open enums take any number
-        base=result.base,
-        tree=tree_to_pb(result.tree),
-        draft_prefix=result.draft_prefix,
-        error=error_to_pb(result.error) if result.error else None,
-    )
+def _draft_result_fields(result: r.DraftResult) -> Fields:
+    fields: Fields = {
+        "session": key_fields(result.session),
+        "kind": int(result.kind),
+        "base": result.base,
+        "tree": _tree_fields(result.tree),
+        "draft_prefix": result.draft_prefix,
+    }
+    if result.error is not None:
+        fields["error"] = error_to_pb(result.error)
+    return fields
 
 
-def draft_result_from_pb(pb: draft_pb2.DraftResult) -> r.DraftResult:
-    if pb.kind not in _DRAFT_KINDS:
+def _draft_result_from_pb(pb: draft_pb2.DraftResult) -> r.DraftResult:
+    key, kind = key_from_pb(pb.session), _DRAFT_KINDS.get(pb.kind)
+    if kind is None:
         unknown = errors.InternalError(
             f"draft result kind {pb.kind} is unknown to this build; run one version"
         )
-        return r.DraftResult(key_from_pb(pb.session), r.DraftResultKind.ERROR, base=pb.base, error=unknown)
+        return r.DraftResult(key, r.DraftResultKind.ERROR, base=pb.base, error=unknown)
     return r.DraftResult(
-        session=key_from_pb(pb.session),
-        kind=r.DraftResultKind(pb.kind),
-        base=pb.base,
-        tree=tree_from_pb(pb.tree),
-        draft_prefix=pb.draft_prefix,
-        error=error_from_pb(pb.error) if pb.HasField("error") else None,
+        key,
+        kind,
+        pb.base,
+        _tree_from_pb(pb.tree),
+        pb.draft_prefix,
+        error_from_pb(pb.error) if pb.HasField("error") else None,
     )
 
 
@@ -377,10 +372,8 @@ def draft_reply_to_pb(reply: r.DraftReply) -> draft_pb2.DraftReply:
     timings = reply.timings
     return draft_pb2.DraftReply(
         batch_id=reply.batch_id,
-        results=[draft_result_to_pb(result) for result in reply.results],
-        timings=draft_pb2.DraftTimings(**{n: getattr(timings, n) for n in _DRAFT_TIMINGS})
-        if timings
-        else None,
+        results=[_draft_result_fields(result) for result in reply.results],
+        timings={n: getattr(timings, n) for n in _DRAFT_TIMINGS} if timings else None,
     )
 
 
@@ -388,4 +381,4 @@ def draft_reply_from_pb(pb: draft_pb2.DraftReply) -> r.DraftReply:
     timings = (
         r.DraftTimings(*(getattr(pb.timings, n) for n in _DRAFT_TIMINGS)) if pb.HasField("timings") else None
     )
-    return r.DraftReply(pb.batch_id, tuple(draft_result_from_pb(result) for result in pb.results), timings)
+    return r.DraftReply(pb.batch_id, tuple(_draft_result_from_pb(result) for result in pb.results), timings)

@@ -7,7 +7,6 @@ mode. Does not own what is taken into a step (target_service.engine) nor what be
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,8 +15,8 @@ from specbridge.rounds import TargetReply, TargetResult, TargetTimings, Verify
 from target_service.capture import Reserved
 from target_service.sampling import RowGroup
 from target_service.session import Reply, Session
-from target_service.step import Segment, Step
-from target_service.verify import TreeRows
+from target_service.step import NO_SLOT, RingSpan, Segment, Step
+from target_service.verify import TreeRows, slots
 
 
 @dataclass(slots=True, eq=False)
@@ -101,6 +100,14 @@ class StepPlan:
     def __bool__(self) -> bool:
         return bool(self.verifies or self.prefills or self.recaptures)
 
+    @property
+    def captures(self) -> bool:
+        """Whether the pass writes to the ring."""
+        chains = (*self.prefills, *self.recaptures)
+        return any(i.reserved is not None for i in self.verifies) or any(
+            i.reserved is not None for i in chains
+        )
+
     def sessions(self) -> list[Session]:
         chains = [item.session for item in (*self.prefills, *self.recaptures)]
         return [item.session for item in self.verifies if item.session is not None] + chains
@@ -108,10 +115,9 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class BuiltStep:
-    """groups: how the logits' rows map to sessions. padding: scratch rows at the end of the pass."""
+    """padding: scratch rows at the end of the pass."""
 
     step: Step
-    groups: tuple[RowGroup, ...]
     padding: int
 
 
@@ -123,7 +129,7 @@ class Buckets:
     prefill: int = 0
 
 
-def build_step(plan: StepPlan, *, buckets: Buckets, max_position: int) -> BuiltStep:
+def build_step(plan: StepPlan, *, buckets: Buckets, max_position: int, page_size: int) -> BuiltStep:
     """Pack `plan` into one Step and note in its items where their rows went.
 
     With buckets, the plan must hold a single item; its segment is padded with rows that nothing sees.
@@ -132,6 +138,7 @@ def build_step(plan: StepPlan, *, buckets: Buckets, max_position: int) -> BuiltS
     positions: list[int] = []
     segments: list[Segment] = []
     logit_rows: list[int] = []
+    targets: list[int] = []
     groups: list[RowGroup] = []
     padding = 0
     for item in plan.verifies:
@@ -142,29 +149,52 @@ def build_step(plan: StepPlan, *, buckets: Buckets, max_position: int) -> BuiltS
         groups.append(RowGroup(session.rule, item.logit_row, [p + 1 for p in rows.positions]))
         tokens += rows.tokens
         positions += rows.positions
+        by_depth = slots(session.table.pages, page_size, session.kv_length, rows.depth + 1)
+        targets += [by_depth[position - session.kv_length] for position in rows.positions]
         parents = rows.parents
         if buckets.verify:
             padding = buckets.verify - count
             tokens += [0] * padding
             positions += [min(session.kv_length + 1, max_position)] * padding
+            targets += [NO_SLOT] * padding
             parents += (0,) * padding
         segments.append(
-            Segment(item.first_row, count + padding, session.kv_length, tuple(session.table.pages), parents)
+            Segment(
+                item.first_row,
+                count + padding,
+                session.kv_length,
+                tuple(session.table.pages),
+                parents,
+                _ring_span(item.reserved, session.kv_length),
+                padding,
+            )
         )
         logit_rows += range(item.first_row, len(tokens))
-    for chain in (*plan.prefills, *plan.recaptures):
+    for number, chain in enumerate((*plan.prefills, *plan.recaptures)):
         session = chain.session
         chain.first_row = len(tokens)
         end = chain.first + chain.count
         tokens += session.tokens[chain.first : end]
         positions += range(chain.first, end)
+        if number < len(plan.prefills):
+            targets += slots(session.table.pages, page_size, chain.first, chain.count)
+        else:  # these rows' K/V are in pages already, and others may be reading them
+            targets += [NO_SLOT] * chain.count
         extra = max(buckets.prefill - chain.count, 0)
         if extra:
             padding = extra
             tokens += [0] * extra
             positions += [min(p, max_position) for p in range(end, end + extra)]
+            targets += [NO_SLOT] * extra
         segments.append(
-            Segment(chain.first_row, chain.count + extra, chain.first, tuple(session.table.pages))
+            Segment(
+                chain.first_row,
+                chain.count + extra,
+                chain.first,
+                tuple(session.table.pages),
+                ring=_ring_span(chain.reserved, chain.first),
+                padding=extra,
+            )
         )
         if chain.final:
             chain.logit_row = len(logit_rows)
@@ -175,13 +205,15 @@ def build_step(plan: StepPlan, *, buckets: Buckets, max_position: int) -> BuiltS
         positions=torch.tensor(positions, dtype=torch.int64),
         segments=tuple(segments),
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
+        slots=torch.tensor(targets, dtype=torch.int64),
+        groups=tuple(groups),
+        read_logits=any(session.want_logprobs for session in plan.sessions()),
     )
-    return BuiltStep(step, tuple(groups), padding)
+    return BuiltStep(step, padding)
 
 
-def real_logits(logits: torch.Tensor, groups: Sequence[RowGroup]) -> torch.Tensor:
-    """The logits without those of padding rows, which are the last ones."""
-    if not groups:
-        return logits[:0]
-    last = groups[-1]
-    return logits[: last.first_row + len(last.positions)]
+def _ring_span(reserved: Reserved | None, first: int) -> RingSpan | None:
+    """Where rows from position `first` on are captured."""
+    if reserved is None:
+        return None
+    return RingSpan(reserved.handle.first_slot + reserved.offset, reserved.first - first)

@@ -40,6 +40,16 @@ HOLD_ROWS = 16
 """Rows of a session that are announced together while they are deferred."""
 
 
+class Slots(Protocol):
+    """A reservation: contiguous slots of `ring`."""
+
+    @property
+    def first_slot(self) -> int: ...
+
+    @property
+    def ring(self) -> torch.Tensor: ...
+
+
 class HiddenStateSink(Protocol):
     """The producer end of the hidden-state channel, as the engine's thread sees it."""
 
@@ -52,9 +62,12 @@ class HiddenStateSink(Protocol):
     @property
     def ring_used(self) -> int: ...
 
+    @property
+    def ring(self) -> torch.Tensor | None: ...
+
     def reserve(self, rows: int) -> Any | None: ...
 
-    def rows(self, reservation: Any) -> torch.Tensor: ...
+    def mark_written(self) -> None: ...
 
     def publish(
         self,
@@ -114,13 +127,14 @@ class SessionCapture:
 @dataclass(frozen=True, slots=True)
 class Reserved:
     """Room in the ring for rows [first, first + rows) of one session in the step under way, behind `offset`
-    held ones.
+    held ones; room: rows in all that may be held there (0: announce at once).
     """
 
-    handle: Any
+    handle: Slots
     first: int
     rows: int
     offset: int = 0
+    room: int = 0
 
 
 class Capture:
@@ -131,7 +145,7 @@ class Capture:
         self._sink: HiddenStateSink | None = None
         self._metrics = metrics
         self._interval = recapture_interval
-        self._live = False
+        self._ring: torch.Tensor | None = None
 
     def connect(self, sink: HiddenStateSink) -> None:
         self._sink = sink
@@ -144,16 +158,19 @@ class Capture:
 
     @property
     def live(self) -> bool:
-        """A draft is attached and the model's taps are set for it."""
-        return self._live and self._sink is not None and self._sink.attached
+        """A draft is attached, the model's taps are set for it and its ring is the one being written."""
+        return self._ring is not None and self._sink is not None and self._sink.attached
 
-    def attached(self, sessions: Sequence[SessionCapture]) -> None:
-        """A draft attached: it knows nothing of the running sessions."""
-        self._live = True
+    def attached(self, sessions: Sequence[SessionCapture]) -> torch.Tensor | None:
+        """A draft attached: it knows nothing of the running sessions. Returns its ring [slots, width], into
+        which the model writes from now on; None if the draft is gone again.
+        """
         self._lose(sessions)
+        self._ring = self._sink.ring if self._sink is not None else None
+        return self._ring
 
     def detached(self, sessions: Sequence[SessionCapture]) -> None:
-        self._live = False
+        self._ring = None
         self._lose(sessions)
 
     def open(self, *, speculate: bool, draft_prefix: int) -> SessionCapture:
@@ -180,14 +197,23 @@ class Capture:
         held = capture.held
         if held is not None:
             if len(held.tokens) + rows <= HOLD_ROWS:
-                return Reserved(held.handle, start, rows, len(held.tokens))
+                return Reserved(held.handle, start, rows, len(held.tokens), HOLD_ROWS)
             self._announce(capture)
-        handle = None
         if defer and rows < HOLD_ROWS and 2 * (sink.ring_used + HOLD_ROWS) <= sink.ring_slots:
-            handle = sink.reserve(HOLD_ROWS)
-        if handle is None:
-            handle = sink.reserve(rows)
+            handle = self._slots_for(HOLD_ROWS)
+            if handle is not None:
+                return Reserved(handle, start, rows, room=HOLD_ROWS)
+        handle = self._slots_for(rows)
         return None if handle is None else Reserved(handle, start, rows)
+
+    def _slots_for(self, rows: int) -> Slots | None:
+        assert self._sink is not None
+        handle: Slots | None = self._sink.reserve(rows)
+        if handle is not None and handle.ring is not self._ring:
+            # Another draft has attached, and the model does not write for it yet.
+            self._sink.cancel(handle)
+            return None
+        return handle
 
     def wants(self, capture: SessionCapture, first: int, count: int) -> bool:
         """Whether rows of [first, first + count) must be published when they are committed."""
@@ -197,6 +223,12 @@ class Capture:
             # A re-capture in the same step that ends just where these rows begin closes the gap.
             return capture.pending_end == first
         return capture.position < first + count
+
+    def written(self) -> None:
+        """The step has written, or told the device to write, all rows reserved so far."""
+        if self.live:
+            assert self._sink is not None
+            self._sink.mark_written()
 
     def suspend(self, capture: SessionCapture, cause: str) -> None:
         """No slots: the session goes on without its draft for now."""
@@ -214,37 +246,24 @@ class Capture:
         reserved: Reserved | None,
         *,
         key: SessionKey,
-        taps: torch.Tensor | None,
-        rows: Sequence[int],
         first: int,
         tokens: Sequence[int],
         anchor: int | None,
         defer: bool = False,
     ) -> None:
-        """Publish committed rows. rows[i] is the row of `taps` [rows, width] at position first + i, tokens[i]
-        its id. defer: the announcement may wait for further rows.
+        """Publish committed rows, which the step has written: tokens[i] is the id at position first + i.
+        defer: the announcement may wait for further rows.
 
         What the reservation holds too much is given back. Without a reservation nothing is published.
         """
         if reserved is None:
             return
-        assert self._sink is not None
-        end = first + len(rows)
+        end = first + len(tokens)
         start = max(first, capture.position)
         if end <= start or capture.position < first or not self.live:
             self.cancel(reserved)
             return
-        room = self._sink.rows(reserved.handle)
-        if taps is None or taps.shape[1] != room.shape[1]:
-            # A draft with other taps attached while this step ran; it will ask for what it needs.
-            self.cancel(reserved)
-            self._drop_held(capture)
-            capture.state = CaptureState.LOST
-            return
-        count = end - start
-        index = torch.tensor(rows[start - first :], device=taps.device)
-        room[reserved.offset : reserved.offset + count].copy_(taps.index_select(0, index))
-        self._metrics.captured_rows.inc(count)
+        self._metrics.captured_rows.inc(end - start)
         capture.position = end
         if not reserved.offset:
             capture.held = Held(reserved.handle, key, start, [], None)
@@ -252,7 +271,7 @@ class Capture:
         assert held is not None and held.handle is reserved.handle
         held.tokens += tokens[start - first :]
         held.anchor = anchor
-        if not (defer and len(held.tokens) < len(room) == HOLD_ROWS):
+        if not (defer and reserved.room > len(held.tokens)):
             self._announce(capture)
 
     def cancel(self, reserved: Reserved | None) -> None:
@@ -319,8 +338,7 @@ class Capture:
 
     def reserve_recapture(self, capture: SessionCapture, rows: int, *, now: float) -> Reserved | None:
         """Room for `rows` re-captured rows; None (and a pause) if the ring is still full."""
-        assert self._sink is not None
-        handle = self._sink.reserve(rows)
+        handle = self._slots_for(rows)
         if handle is None:
             capture.not_before = now + RETRY_S
             return None

@@ -6,11 +6,12 @@ checked where the model is known, in target_service.server.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from specbridge.acceptance_model import label as acceptance_label
 from specbridge.errors import ConfigError
 from specbridge.settings import Settings
 
@@ -27,6 +28,14 @@ class TargetSettings(Settings):
 
     target: str = "smollm2-135m"
     """The model: a local folder, a Hugging Face id, or the built-in `smollm2-135m`."""
+    load_format: Literal["auto", "dummy"] = "auto"
+    """`dummy`: random weights of the configuration's shape, no checkpoint read; to measure time only."""
+    config: str = ""
+    """With load-format dummy: the model's config.json, or a folder that holds one; empty: --target's."""
+    simulate_acceptance: str = ""
+    """Make the text up so that a simulating drafter is right as often as this acceptance file, or a mean
+    acceptance length, says; the draft needs the same. Nothing generated means anything. Empty: off.
+    """
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:N`, or `auto`: the first GPU if there is one."""
     dtype: Literal["auto", "float64", "float32", "bfloat16", "float16"] = "auto"
@@ -42,7 +51,21 @@ class TargetSettings(Settings):
     max_length: int = Field(default=0, ge=0)
     """Most tokens, prompt and output, of one session; 0: the model's own length."""
     kv_tokens: int = Field(default=0, ge=0)
-    """Committed tokens that the KV pages hold in all; 0: 4 sessions of max_length, at most 64 Ki tokens."""
+    """Committed tokens that the KV pages hold in all; 0: on a GPU what is left of it, on a CPU 4 sessions of
+    max_length, at most 64 Ki tokens.
+    """
+    gpu_memory_fraction: float = Field(default=0.9, gt=0, le=1)
+    """Part of a GPU's memory in use once this service runs, other processes' share included."""
+    gpu_reserve: float = Field(default=0.0, ge=0)
+    """GiB of each GPU left to other processes, as to a draft service on the same GPU; `serve` sets it."""
+    launcher: Literal["auto", "none", "torchrun"] = "auto"
+    """Who starts the ranks: this process (`none`), or `torchrun`, whose environment says which one this is;
+    `auto`: torchrun if it started this process.
+    """
+    rank_interface: str = ""
+    """Network interface over which ranks of several hosts exchange messages; empty: the one that leads to the
+    first host.
+    """
     prefix_cache: bool = True
     """Keep released pages as reusable prefixes; off with `deterministic`."""
     max_sessions: int = Field(default=256, ge=1)
@@ -57,6 +80,8 @@ class TargetSettings(Settings):
     """One session a forward, rows padded to fixed buckets, no prefix cache: the same request with the same
     draft trees gives the same bits whatever else runs, unless KV pages run short. Slower.
     """
+    cuda_graphs: bool = True
+    """On a GPU, capture passes that recur in CUDA graphs; off, the same passes launch by launch."""
     session_lease: float = Field(default=10.0, gt=0)
     """Seconds that sessions outlive a broken Rounds stream."""
     channel_slots: int = Field(default=4096, ge=1)
@@ -99,6 +124,11 @@ class TargetSettings(Settings):
                 f"channel_slots {self.channel_slots} can't hold the rows of a verify pass of max_tree_nodes "
                 f"{self.max_tree_nodes}; raise it to {self.max_tree_nodes + 1} or more"
             )
+        if self.config and self.load_format != "dummy":
+            raise ValueError(
+                f"config {self.config!r} is read with load_format dummy only; a real model brings its own, "
+                "name it with --target"
+            )
         if self.device == "cpu" and self.dtype == "float16":
             raise ValueError("float16 on a CPU overflows in common models; use bfloat16, float32 or auto")
         if self.tp > 1 and self.deterministic:
@@ -111,7 +141,10 @@ class TargetSettings(Settings):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Settings with every "0: choose for me" resolved against the loaded model and device."""
+    """Settings with every "0: choose for me" resolved against the loaded model and device.
+
+    num_pages: 0 until a GPU's memory has been planned.
+    """
 
     num_pages: int
     page_size: int
@@ -127,6 +160,8 @@ class Limits:
     capture_wait: float = 0.5
     recapture_interval: float = 1.0
     warmup_repeats: int = 0
+    simulated_acceptance: str = ""
+    """Label of the acceptance that is simulated; empty: none."""
 
     @property
     def keep_prefixes(self) -> bool:
@@ -137,6 +172,29 @@ class Limits:
     def max_rows(self) -> int:
         """Most rows of one forward pass."""
         return self.max_verify_rows + 2 * self.prefill_chunk
+
+    def with_pages(self, num_pages: int) -> Limits:
+        """The same with so many K/V pages; no session can be longer than they hold."""
+        return replace(self, num_pages=num_pages, max_length=min(self.max_length, num_pages * self.page_size))
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRules:
+    """What the settings say. fraction: of a GPU's memory, all processes together. reserve: bytes promised to
+    other processes. kv_tokens: asked for, 0: what is left. max_length: of a session; fixed: the user's own
+    word and not to be lowered. max_sessions, ring_slots, verify_rows: as in Limits. graphs: passes are
+    captured.
+    """
+
+    fraction: float
+    reserve: int
+    kv_tokens: int
+    max_length: int
+    fixed_length: bool
+    max_sessions: int
+    ring_slots: int
+    verify_rows: int
+    graphs: bool
 
 
 def resolve_limits(settings: TargetSettings, *, model_length: int, device: str) -> Limits:
@@ -149,12 +207,13 @@ def resolve_limits(settings: TargetSettings, *, model_length: int, device: str) 
             f"--max-length {settings.max_length} is beyond the model's {model_length} positions; lower it"
         )
     max_length = settings.max_length or model_length
-    kv_tokens = settings.kv_tokens or max(max_length, min(4 * max_length, 65536))
-    num_pages = -(-kv_tokens // PAGE_SIZE)
-    return Limits(
-        num_pages=num_pages,
+    kv_tokens = settings.kv_tokens
+    if not kv_tokens and device == "cpu":
+        kv_tokens = max(max_length, min(4 * max_length, 65536))
+    limits = Limits(
+        num_pages=0,
         page_size=PAGE_SIZE,
-        max_length=min(max_length, num_pages * PAGE_SIZE),
+        max_length=max_length,
         max_sessions=settings.max_sessions,
         max_tree_nodes=settings.max_tree_nodes,
         max_verify_rows=settings.max_verify_rows or max(256, 8 * (settings.max_tree_nodes + 1)),
@@ -166,4 +225,21 @@ def resolve_limits(settings: TargetSettings, *, model_length: int, device: str) 
         capture_wait=settings.capture_wait,
         recapture_interval=settings.recapture_interval,
         warmup_repeats=settings.warmup_repeats,
+        simulated_acceptance=acceptance_label(settings.simulate_acceptance),
+    )
+    return limits.with_pages(-(-kv_tokens // PAGE_SIZE)) if kv_tokens else limits
+
+
+def memory_rules(settings: TargetSettings, limits: Limits) -> MemoryRules:
+    """What the settings say about a GPU's memory."""
+    return MemoryRules(
+        fraction=settings.gpu_memory_fraction,
+        reserve=int(settings.gpu_reserve * (1 << 30)),
+        kv_tokens=settings.kv_tokens,
+        max_length=limits.max_length,
+        fixed_length=bool(settings.max_length),
+        max_sessions=limits.max_sessions,
+        ring_slots=limits.channel_slots,
+        verify_rows=limits.max_verify_rows,
+        graphs=settings.cuda_graphs,
     )

@@ -14,70 +14,25 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
 
-import torch
-
+from kernels.linear import activation_dtype
+from specbridge.channel.base import Projection
 from specbridge.errors import InternalError, InvalidRequest, SpecBridgeError, Unavailable
 from specbridge.rounds import SessionKey, TargetInfo, TargetRequest
 from target_service.capture import Capture, CaptureState, HiddenStateSink
 from target_service.config import Limits
 from target_service.kv_cache import PageCache
 from target_service.metrics import TargetMetrics
+from target_service.ports import ModelConfig, Runner
 from target_service.session import Phase, Reply
 from target_service.sessions import SessionBook
-from target_service.step import Commit, Step, StepOutput
 from target_service.stepper import Stepper
-from target_service.warmup import measure_verify_cost
+from target_service.warmup import decode_steps, measure_verify_cost
 
 log = logging.getLogger(__name__)
 
-_CHECK_S = 1.0
-"""How often an idle engine asks whether all ranks are alive."""
-_BLOCKED_S = 0.005
-"""Pause when there is work that waits for pages or slots."""
-
-
-class ModelConfig(Protocol):
-    """What the engine reads of the model's configuration."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def hidden_size(self) -> int: ...
-
-    @property
-    def num_layers(self) -> int: ...
-
-    @property
-    def max_position_embeddings(self) -> int: ...
-
-    @property
-    def eos_token_ids(self) -> Sequence[int]: ...
-
-
-class Runner(Protocol):
-    """What the engine needs of target_service.runner; rank 0 of the model."""
-
-    @property
-    def config(self) -> Any: ...
-
-    @property
-    def activation_dtype(self) -> torch.dtype: ...
-
-    @property
-    def fingerprint(self) -> str: ...
-
-    def set_taps(self, layer_ids: tuple[int, ...], *, normed_last_layer: bool) -> None: ...
-
-    def forward(self, step: Step) -> StepOutput: ...
-
-    def commit(self, commit: Commit) -> None: ...
-
-    def check(self) -> None: ...
-
-    def close(self) -> None: ...
+_CHECK_S = 1.0  # how often an idle engine asks whether all ranks are alive
+_BLOCKED_S = 0.005  # pause when there is work that waits for pages or slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +44,7 @@ class Identity:
     device: str
     tp_size: int = 1
     instance: bytes = b""
+    dummy_weights: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +118,8 @@ class Engine:
             device=identity.device,
             instance=identity.instance or secrets.token_bytes(16),
             deterministic=limits.deterministic,
+            dummy_weights=identity.dummy_weights,
+            simulated_acceptance=limits.simulated_acceptance,
         )
 
     # ---- for everybody, any thread --------------------------------------------------------------
@@ -191,12 +149,12 @@ class Engine:
         """Open sessions; read from any thread."""
         return len(self._book)
 
-    def submit(self, request: TargetRequest, reply: Reply) -> None:
+    def submit(self, request: TargetRequest, reply: Reply, *, received: int | None = None) -> None:
         """Queue a request. `reply` also names the stream: sessions answer through the last one that spoke of
-        them.
+        them. received: perf_counter_ns of its arrival, if that was earlier than now.
         """
-        received = time.perf_counter_ns()
-        self._post(lambda: self._submit(request, reply, received))
+        arrival = time.perf_counter_ns() if received is None else received
+        self._post(lambda: self._submit(request, reply, arrival))
 
     def drop_stream(self, reply: Reply) -> None:
         """The stream behind `reply` is gone: its sessions live on for `session_lease` seconds."""
@@ -209,8 +167,11 @@ class Engine:
         assert self._thread is None
         self._capture.connect(sink)
 
-    def prepare_taps(self, layer_ids: Sequence[int], normed_last_layer: bool) -> TapLayout:
-        """A draft wants these taps. Checks them, queues the change and returns the row layout.
+    def prepare_taps(
+        self, layer_ids: Sequence[int], normed_last_layer: bool, projection: Projection | None = None
+    ) -> TapLayout:
+        """A draft wants these taps, or what its projection makes of them. Checks them, queues the change and
+        returns the row layout.
 
         Raises InvalidRequest, Unavailable after a failure.
         """
@@ -220,29 +181,33 @@ class Engine:
         layers = self._config.num_layers
         if not ids or len(set(ids)) != len(ids):
             raise InvalidRequest(
-                f"target_layer_ids {list(ids)} must be distinct and not empty", param="target_layer_ids"
+                f"target_layer_ids {ids[:layers]} must be distinct and not empty", param="target_layer_ids"
             )
         wrong = [i for i in ids if not 0 <= i < layers]
         if wrong:
             raise InvalidRequest(
-                f"target_layer_ids {wrong} are outside [0, {layers}), the model's layers; check that the "
-                "drafter was made for this model",
+                f"target_layer_ids {wrong[:layers]} are outside [0, {layers}), the model's layers; check "
+                "that the drafter was made for this model",
                 param="target_layer_ids",
             )
+        if projection is not None:
+            self._post(lambda: self._set_taps(ids, normed_last_layer, projection=projection))
+            dtype = activation_dtype(projection.matrix.dtype, self._info.device)
+            return TapLayout(projection.matrix.shape[0], str(dtype).removeprefix("torch."))
         self._post(lambda: self._set_taps(ids, normed_last_layer))
-        dtype = str(self._runner.activation_dtype).removeprefix("torch.")
-        return TapLayout(len(ids) * self._config.hidden_size, dtype)
+        dtype = self._runner.activation_dtype
+        return TapLayout(len(ids) * self._config.hidden_size, str(dtype).removeprefix("torch."))
 
     def channel_attached(self, transport: str, reason: str) -> None:
         self._info = replace(self._info, channel_transport=transport, channel_reason=reason)
         self._metrics.channel_attached.set(1)
-        self._post(lambda: self._capture.attached([s.capture for s in self._book]))
+        self._post(lambda: self._runner.set_ring(self._capture.attached([s.capture for s in self._book])))
 
     def channel_detached(self, reason: str) -> None:
         log.warning("draft detached: %s", reason)
         self._info = replace(self._info, channel_transport="none", channel_reason=reason)
         self._metrics.channel_attached.set(0)
-        self._post(lambda: self._capture.detached([s.capture for s in self._book]))
+        self._post(self._detached)
 
     def request_recapture(self, session: SessionKey, first: int, cause: str) -> None:
         """The draft lacks this session's rows from `first` on."""
@@ -376,13 +341,18 @@ class Engine:
 
     def _warm_up(self) -> None:
         begin = time.monotonic()
-        points = measure_verify_cost(self._runner.forward, self._limits, repeats=self._limits.warmup_repeats)
+        points = measure_verify_cost(self._runner.run, self._limits, repeats=self._limits.warmup_repeats)
+        self._runner.warm_up(decode_steps(self._limits))
         self._info = replace(self._info, verify_cost=points)
         log.info("warm after %.1f s, %d points of verify cost", time.monotonic() - begin, len(points))
 
-    def _set_taps(self, layer_ids: tuple[int, ...], normed_last_layer: bool) -> None:
+    def _set_taps(self, layer_ids: tuple[int, ...], normed_last_layer: bool, **more: Projection) -> None:
+        self._detached()
+        self._runner.set_taps(layer_ids, normed_last_layer=normed_last_layer, **more)
+
+    def _detached(self) -> None:
         self._capture.detached([s.capture for s in self._book])
-        self._runner.set_taps(layer_ids, normed_last_layer=normed_last_layer)
+        self._runner.set_ring(None)
 
     def _recapture(self, key: SessionKey, first: int, cause: str) -> None:
         session = self._book.find(key)

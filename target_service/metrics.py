@@ -33,9 +33,15 @@ class TargetMetrics:
         self.registry = registry
         self.sessions = gauge("sessions", "Open sessions")
         self.running = gauge("sessions_running", "Open sessions whose text has not ended")
+        self.memory = Gauge(
+            "specbridge_target_memory_bytes",
+            "Planned use of a GPU's memory, of the rank with the least room",
+            ("kind",),
+            registry=registry,
+        )
         self.pages_used = gauge("kv_pages_used", "KV pages held by sessions")
         self.pages_cached = gauge("kv_pages_cached", "KV pages kept as reusable prefixes")
-        self.pages_total = gauge("kv_pages_total", "KV pages in all")
+        self.pages_total = gauge("kv_pages_capacity", "KV pages in all")
         self.prefix_queries = counter("prefix_queries_tokens_total", "Tokens of opened sessions")
         self.prefix_hits = counter("prefix_hits_tokens_total", "Tokens taken from cached pages")
         self.prefill_rows = counter("prefill_rows_total", "Prompt rows run")
@@ -60,6 +66,10 @@ class TargetMetrics:
         self.errors = counter("errors_total", "Sessions ended by an error", ("code",))
         self.bad_logits = counter(
             "bad_logits_total", "Sessions ended because the model's logits were no numbers"
+        )
+        self.simulated = gauge("simulated_acceptance", "1 if the text is made up: acceptance is simulated")
+        self.dummy_weights = gauge(
+            "dummy_weights", "1 if the weights are random: times are real, text is not"
         )
         self.defects = counter("defects_total", "Unexpected errors in the engine")
         self.lease_timeouts = counter("lease_timeouts_total", "Sessions freed after their stream broke")

@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import secrets
-import sys
-from collections.abc import AsyncIterator, Callable
+import time
+from collections.abc import AsyncIterator
 
 import grpc
 import torch
@@ -24,16 +23,15 @@ from specbridge.channel.producer import HiddenStateServer
 from specbridge.errors import SpecBridgeError, Unavailable
 from specbridge.logs import configure_logging
 from specbridge.metrics import new_registry, serve_metrics
-from specbridge.models import resolve_target
-from specbridge.process import run_in_own_thread
+from specbridge.process import freeze_heap, run_in_own_thread
 from specbridge.rounds import TargetReply, TargetResultKind
 from specbridge.rounds_stream import RoundsStream
 from specbridge.server import Server, stop_event, typed_errors
-from target_service.config import TargetSettings, resolve_limits
-from target_service.engine import Engine, Identity
+from target_service.config import TargetSettings
+from target_service.engine import Engine
+from target_service.launched import find_launch
+from target_service.loading import load_engine, load_follower
 from target_service.metrics import ChannelCollector, TargetMetrics
-from target_service.model.config import ModelConfig
-from target_service.runner import load_runner, resolve_device
 
 log = logging.getLogger(__name__)
 
@@ -66,14 +64,18 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
             stream: RoundsStream[TargetReply] = RoundsStream(opened=TargetResultKind.OPENED)
 
             def take(pb: target_pb2.TargetRequest) -> int:
+                received = time.perf_counter_ns()
                 request = wire.target_request_from_pb(pb)
-                engine.submit(request, stream.reply)
+                engine.submit(request, stream.reply, received=received)
                 return len(request.opens) + len(request.releases) + len(request.verifies)
 
             try:
                 async with contextlib.aclosing(stream.answers(request_iterator, take)) as messages:
                     async for message in messages:
-                        yield wire.target_reply_to_pb(message)
+                        reply = wire.target_reply_to_pb(message)
+                        if message.timings is not None:
+                            reply.timings.service_ns += stream.since_reply()
+                        yield reply
             finally:
                 engine.drop_stream(stream.reply)
 
@@ -105,12 +107,16 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
 
 
 def run(settings: TargetSettings) -> int:
-    """Serve until SIGTERM (0) or until the model is gone (1). Raises ConfigError for settings that can't
-    work.
+    """Serve until SIGTERM (0) or until the model is gone (1). Of ranks that torchrun started only the first
+    serves; the others follow it. Raises ConfigError for settings that can't work.
     """
-    configure_logging(settings.log_level, "target")
+    launch = find_launch(settings)
+    above = launch is not None and launch.rank > 0
+    configure_logging(settings.log_level, f"rank {launch.rank}" if launch is not None and above else "target")
     if settings.threads:
         torch.set_num_threads(settings.threads)
+    if launch is not None and above:
+        return 0 if load_follower(settings, launch).run() else 1
     return uvloop.run(_serve(settings))
 
 
@@ -144,6 +150,7 @@ async def _serve(settings: TargetSettings) -> int:
         channel = connect_channel(engine, settings, metrics)
         await asyncio.to_thread(engine.start)
         servicer.serve(engine, channel)
+        freeze_heap()
         await server.set_serving()
         log.info("target ready: %s", server.bound)
         await stop.wait()
@@ -173,48 +180,18 @@ async def _drain(engine: Engine, seconds: float) -> None:
         await asyncio.sleep(0.05)
 
 
-def load_engine(
-    settings: TargetSettings, metrics: TargetMetrics, on_failure: Callable[[SpecBridgeError], None]
-) -> Engine:
-    """Load the model and build an engine, not yet started. Raises ConfigError."""
-    folder = resolve_target(settings.target, progress=sys.stderr.isatty())
-    config = ModelConfig.from_folder(folder)
-    device = resolve_device(settings.device, settings.tp)
-    dtype = settings.dtype
-    if dtype == "auto" and config.dtype == torch.float16 and device == "cpu":
-        log.info("the checkpoint is float16, which overflows on a CPU: running it in float32")
-        dtype = "float32"
-    limits = resolve_limits(settings, model_length=config.max_position_embeddings, device=device)
-    runner = load_runner(
-        folder,
-        device=device,
-        dtype=dtype,
-        tp=settings.tp,
-        num_pages=limits.num_pages,
-        page_size=limits.page_size,
-        max_rows=limits.max_rows,
-        threads=settings.threads or None,
-        deterministic=settings.deterministic,
-    )
-    identity = Identity(
-        model_id=settings.target,
-        dtype=str(runner.dtype).removeprefix("torch."),
-        device=str(runner.device),
-        tp_size=settings.tp,
-        instance=secrets.token_bytes(16),
-    )
-    return Engine(runner, limits, metrics, identity=identity, on_failure=on_failure)
-
-
 def connect_channel(engine: Engine, settings: TargetSettings, metrics: TargetMetrics) -> HiddenStateServer:
     """The producer end of the hidden-state channel, wired to `engine`. Before engine.start()."""
     channel = HiddenStateServer(
         engine.info().instance,
         engine.prepare_taps,
+        on_attach_projected=engine.prepare_taps,
+        hidden_size=engine.info().hidden_size,
         on_attached=engine.channel_attached,
         on_detached=engine.channel_detached,
         on_recapture=engine.request_recapture,
         slots=settings.channel_slots,
+        device=engine.info().device,
         lease_s=settings.channel_lease,
     )
     metrics.registry.register(ChannelCollector(channel, channel.stats.snapshot))

@@ -13,7 +13,7 @@ from enum import Enum
 
 from specbridge.errors import InvalidRequest
 from specbridge.paging import PagedSequence
-from specbridge.rounds import MAX_STOP_TOKEN_IDS, SessionKey, TargetOpen, TargetReply
+from specbridge.rounds import SessionKey, TargetOpen, TargetReply, check_token_ids
 from target_service.capture import SessionCapture
 from target_service.sampling import ChoiceRule
 
@@ -79,6 +79,7 @@ def validate_open(request: TargetOpen, *, vocab_size: int, max_length: int) -> N
     """Raises InvalidRequest (Unsupported for features not built) naming field, value and legal range."""
     count = len(request.tokens)
     stop = request.stop
+    request.session.validate()
     if count == 0:
         raise InvalidRequest("tokens is empty; a session needs at least one token", param="tokens")
     if count >= max_length:
@@ -86,41 +87,19 @@ def validate_open(request: TargetOpen, *, vocab_size: int, max_length: int) -> N
             f"{count} tokens leave no room for output in the length of {max_length}; shorten the prompt",
             param="tokens",
         )
-    low, high = min(request.tokens), max(request.tokens)
-    if low < 0 or high >= vocab_size:
-        wrong = low if low < 0 else high
-        raise InvalidRequest(
-            f"token id {wrong} is outside the vocabulary [0, {vocab_size}); check the tokenizer",
-            param="tokens",
-        )
+    check_token_ids(request.tokens, vocab_size, name="tokens")
     if not 1 <= request.prompt_length <= count:
         raise InvalidRequest(
             f"prompt_length is {request.prompt_length}; it must lie in [1, {count}], the tokens sent",
             param="prompt_length",
         )
-    if stop.max_tokens < 1:
-        raise InvalidRequest(f"max_tokens is {stop.max_tokens}; it must be at least 1", param="max_tokens")
+    stop.validate(vocab_size=vocab_size)
     if count - request.prompt_length >= stop.max_tokens:
         raise InvalidRequest(
             f"{count - request.prompt_length} output tokens were sent and max_tokens is {stop.max_tokens}: "
             "nothing is left to generate",
             param="max_tokens",
         )
-    if stop.min_tokens < 0 or stop.min_tokens > stop.max_tokens:
-        raise InvalidRequest(
-            f"min_tokens is {stop.min_tokens}; it must lie in [0, max_tokens = {stop.max_tokens}]",
-            param="min_tokens",
-        )
-    if len(stop.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise InvalidRequest(
-            f"{len(stop.stop_token_ids)} stop_token_ids were sent, at most {MAX_STOP_TOKEN_IDS} are accepted",
-            param="stop_token_ids",
-        )
-    for token in stop.stop_token_ids:
-        if not 0 <= token < vocab_size:
-            raise InvalidRequest(
-                f"stop token id {token} is outside the vocabulary [0, {vocab_size})", param="stop_token_ids"
-            )
     if not 0 <= request.draft_prefix <= count:
         raise InvalidRequest(
             f"draft_prefix is {request.draft_prefix}; it must lie in [0, {count}], the number of tokens sent",

@@ -1,27 +1,29 @@
-"""Stepper: runs one planned forward pass and commits its outcome.
+"""Stepper: runs one planned pass and books its outcome.
 
-Owns what happens after the forward: choice, walk, capture, page commit, index, results. Does not own what is
-run (target_service.planner), sessions and replies (target_service.sessions) or the thread
-(target_service.engine).
+The pass itself chooses, walks, and writes accepted rows to pages and ring (target_service.model.shard). Owns
+what follows from its choices: the walk with stops and limits, sessions' lengths, announcements, index,
+results. Does not own what is run (target_service.planner), sessions and replies (target_service.sessions) or
+the thread (target_service.engine).
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
 from specbridge.errors import InternalError, SpecBridgeError, Unavailable
 from specbridge.rounds import FinishReason, TargetResult, TargetResultKind, TokenLogprobs
-from target_service.batching import Buckets, ChainItem, StepPlan, VerifyItem, build_step, real_logits
+from target_service.batching import Buckets, ChainItem, StepPlan, VerifyItem, build_step
 from target_service.planner import Planner
-from target_service.sampling import NO_CHOICE, choose, token_logprobs
+from target_service.sampling import NO_CHOICE, token_logprobs
 from target_service.session import Phase, Session
 from target_service.sessions import SessionBook
-from target_service.step import Commit, Step, StepOutput
-from target_service.verify import slots, walk
+from target_service.step import Step, StepOutput
+from target_service.verify import walk
 
 log = logging.getLogger(__name__)
 
@@ -29,9 +31,7 @@ log = logging.getLogger(__name__)
 class StepRunner(Protocol):
     """What the stepper needs of target_service.runner."""
 
-    def forward(self, step: Step) -> StepOutput: ...
-
-    def commit(self, commit: Commit) -> None: ...
+    def run(self, step: Step) -> StepOutput: ...
 
 
 class Stepper:
@@ -70,16 +70,21 @@ class Stepper:
     # ---- running --------------------------------------------------------------------------------
 
     def _run(self, plan: StepPlan) -> None:
-        built = build_step(plan, buckets=self._buckets, max_position=self._max_position)
+        built = build_step(
+            plan,
+            buckets=self._buckets,
+            max_position=self._max_position,
+            page_size=self._limits.page_size,
+        )
         begin = time.perf_counter_ns()
         batches = {id(item.batch): item.batch for item in plan.verifies}.values()
         for batch in batches:
             batch.start(begin)
-        output = self._runner.forward(built.step)
-        logits = real_logits(output.logits, built.groups)
-        choices: list[int] = choose(logits, built.groups).tolist() if built.groups else []
+        output = self._runner.run(built.step)
+        if plan.captures:
+            self._capture.written()
         forwarded = time.perf_counter_ns()
-        results = self._settle(plan, logits, output.taps, choices)
+        results = self._settle(plan, output)
         done = time.perf_counter_ns()
         prefill_rows = sum(chunk.count for chunk in plan.prefills)
         rows = len(built.step.tokens)
@@ -98,26 +103,17 @@ class Stepper:
             if result is not None:
                 self._book.finish_item(item, result)
 
-    def _settle(
-        self, plan: StepPlan, logits: torch.Tensor, taps: torch.Tensor | None, choices: list[int]
-    ) -> list[TargetResult | None]:
-        """Walk, capture, write pages, index. Returns the verifies' results, None for those answered already;
-        first tokens are notified.
+    def _settle(self, plan: StepPlan, output: StepOutput) -> list[TargetResult | None]:
+        """Walk, announce, index. Returns the verifies' results, None for those answered already; first tokens
+        are notified.
         """
         now = time.monotonic()
-        rows: list[int] = []
-        targets: list[int] = []
         for chunk in plan.recaptures:
             session = chunk.session
-            self._publish_chain(chunk, taps, anchor=session.anchor if self._closes(chunk) else None)
+            self._publish_chain(chunk, anchor=session.anchor if self._closes(chunk) else None)
             self._capture.recaptured(session.capture, kv_length=session.kv_length, rows=chunk.count, now=now)
-        results = [self._settle_round(item, logits, taps, choices, rows, targets) for item in plan.verifies]
-        firsts = [self._settle_chunk(chunk, taps, choices, rows, targets) for chunk in plan.prefills]
-        if rows:
-            self._runner.commit(
-                Commit(torch.tensor(rows, dtype=torch.int64), torch.tensor(targets, dtype=torch.int64))
-            )
-        # Only now do the pages hold what the index promises.
+        results = [self._settle_round(item, output) for item in plan.verifies]
+        firsts = [self._settle_chunk(chunk, output.choices) for chunk in plan.prefills]
         for session in dict.fromkeys(plan.sessions()):
             if session.table.closed:
                 continue
@@ -126,21 +122,13 @@ class Stepper:
                 self._cache.release(session.table)
         for chunk, reason in zip(plan.prefills, firsts, strict=True):
             if reason is not None:
-                self._notify_first(chunk, reason, logits)
+                self._notify_first(chunk, reason, output.logits)
         return results
 
-    def _settle_round(
-        self,
-        item: VerifyItem,
-        logits: torch.Tensor,
-        taps: torch.Tensor | None,
-        choices: list[int],
-        rows: list[int],
-        targets: list[int],
-    ) -> TargetResult | None:
+    def _settle_round(self, item: VerifyItem, output: StepOutput) -> TargetResult | None:
         session, tree, base = item.session, item.verify.tree, item.verify.base
         assert session is not None
-        own = choices[item.logit_row : item.logit_row + len(tree) + 1]
+        own = output.choices[item.logit_row : item.logit_row + len(tree) + 1]
         if NO_CHOICE in own:
             self._capture.cancel(item.reserved)
             item.reserved = None
@@ -149,9 +137,6 @@ class Stepper:
         outcome = walk(tree, own, stop_ids=session.stop_ids, remaining=session.remaining, room=session.room)
         path = [0, *(node + 1 for node in outcome.accepted)]
         committed = [session.anchor, *(tree.tokens[node] for node in outcome.accepted)]
-        step_rows = [item.first_row + row for row in path]
-        rows += step_rows
-        targets += slots(session.table.pages, self._limits.page_size, base, len(path))
         session.tokens += outcome.tokens
         session.kv_length = base + len(path)
         if outcome.finish_reason:
@@ -160,8 +145,6 @@ class Stepper:
             session.capture,
             item.reserved,
             key=session.key,
-            taps=taps,
-            rows=step_rows,
             first=base,
             tokens=committed,
             anchor=None if outcome.finish_reason else session.anchor,
@@ -172,10 +155,9 @@ class Stepper:
         self._metrics.accepted.inc(len(outcome.accepted))
         logprobs: tuple[TokenLogprobs, ...] = ()
         if session.want_logprobs:
-            at = torch.tensor(
-                [item.logit_row + row for row in path[: len(outcome.tokens)]], device=logits.device
-            )
-            logprobs = token_logprobs(logits.index_select(0, at), outcome.tokens, session.want_logprobs)
+            at = torch.tensor([item.logit_row + row for row in path[: len(outcome.tokens)]])
+            rows = output.logits.index_select(0, at.to(output.logits.device))
+            logprobs = token_logprobs(rows, outcome.tokens, session.want_logprobs)
         return TargetResult(
             session.key,
             TargetResultKind.VERIFIED,
@@ -189,14 +171,7 @@ class Stepper:
             logprobs=logprobs,
         )
 
-    def _settle_chunk(
-        self,
-        chunk: ChainItem,
-        taps: torch.Tensor | None,
-        choices: list[int],
-        rows: list[int],
-        targets: list[int],
-    ) -> FinishReason | None:
+    def _settle_chunk(self, chunk: ChainItem, choices: Sequence[int]) -> FinishReason | None:
         """Returns how the text stands after the first token; None while the prefill goes on."""
         session = chunk.session
         if chunk.final and choices[chunk.logit_row] == NO_CHOICE:
@@ -204,8 +179,6 @@ class Stepper:
             chunk.reserved = None
             self._book.fail(session, self._bad_logits(session))
             return None
-        rows += range(chunk.first_row, chunk.first_row + chunk.count)
-        targets += slots(session.table.pages, self._limits.page_size, chunk.first, chunk.count)
         session.kv_length = chunk.first + chunk.count
         reason: FinishReason | None = None
         anchor: int | None = None
@@ -218,21 +191,19 @@ class Stepper:
                 reason = FinishReason.LENGTH
             if not reason:
                 anchor = token
-        self._publish_chain(chunk, taps, anchor=anchor)
+        self._publish_chain(chunk, anchor=anchor)
         if reason is not None:
             session.tokens.append(choices[chunk.logit_row])
             session.phase = Phase.FINISHED if reason else Phase.READY
             self._metrics.tokens.inc()
         return reason
 
-    def _publish_chain(self, chunk: ChainItem, taps: torch.Tensor | None, *, anchor: int | None) -> None:
+    def _publish_chain(self, chunk: ChainItem, *, anchor: int | None) -> None:
         session = chunk.session
         self._capture.publish(
             session.capture,
             chunk.reserved,
             key=session.key,
-            taps=taps,
-            rows=range(chunk.first_row, chunk.first_row + chunk.count),
             first=chunk.first,
             tokens=session.tokens[chunk.first : chunk.first + chunk.count],
             anchor=anchor,

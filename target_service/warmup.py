@@ -11,15 +11,16 @@ from collections.abc import Callable
 
 import torch
 
-from specbridge.rounds import CostPoint
+from specbridge.rounds import CostPoint, SamplingParams
 from target_service.config import Limits
+from target_service.sampling import ChoiceRule, RowGroup
 from target_service.step import Segment, Step, StepOutput
 
 
 def measure_verify_cost(
-    forward: Callable[[Step], StepOutput], limits: Limits, *, repeats: int, budget_s: float = 8.0
+    run: Callable[[Step], StepOutput], limits: Limits, *, repeats: int, budget_s: float = 8.0
 ) -> tuple[CostPoint, ...]:
-    """Median wall time of verify passes over rows x context, sampling (argmax and its read-back) included.
+    """Median wall time of verify passes over rows x context, choice and its read-back included.
 
     Row counts double up to two full trees; contexts are short, a quarter of the session length and (if the
     time budget of `budget_s` seconds allows) all of it. Empty with repeats = 0.
@@ -47,7 +48,7 @@ def measure_verify_cost(
             while len(times) <= repeats:
                 step = scratch_step(size, context, limits.page_size)
                 start = time.perf_counter_ns()
-                forward(step).logits.argmax(dim=-1).tolist()
+                run(step)
                 times.append(time.perf_counter_ns() - start)
                 if len(times) > 1 and time.perf_counter() - begin > budget_s:
                     break
@@ -66,4 +67,27 @@ def scratch_step(rows: int, context: int, page_size: int) -> Step:
         positions=torch.tensor(positions, dtype=torch.int64),
         segments=(Segment(0, rows, context, pages, (-1, *(0,) * (rows - 1))),),
         logit_rows=torch.arange(rows),
+        groups=(RowGroup(ChoiceRule(SamplingParams()), 0, [p + 1 for p in positions]),),
+        read_logits=False,
     )
+
+
+def decode_steps(limits: Limits) -> list[Step]:
+    """Plain decoding of 1, 2, 4, .. sessions, as far as the limits go; the passes read one page."""
+    steps: list[Step] = []
+    sessions = 1
+    while sessions <= min(limits.max_sessions, limits.max_verify_rows):
+        segments = tuple(Segment(i, 1, limits.page_size - 1, (0,), (-1,)) for i in range(sessions))
+        positions = torch.full((sessions,), limits.page_size - 1, dtype=torch.int64)
+        steps.append(
+            Step(
+                tokens=torch.zeros(sessions, dtype=torch.int64),
+                positions=positions,
+                segments=segments,
+                logit_rows=torch.arange(sessions),
+                groups=(RowGroup(ChoiceRule(SamplingParams()), 0, (positions + 1).tolist()),),
+                read_logits=False,
+            )
+        )
+        sessions *= 2
+    return steps

@@ -1,32 +1,25 @@
-"""Reading one rank's share of a checkpoint into packed weights.
+"""One rank's share of a model's weights, packed.
 
-Owns tensor names and how each is split; sizes of the shares are parallel's matter. Only the rows or columns a
-rank needs are read from the file.
+Owns tensor names and how each is split; sizes of the shares are parallel's matter, where tensors come from is
+weight_sources'. Only the rows or columns a rank needs are read (or made).
 """
 
 from __future__ import annotations
 
-import logging
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from kernels.linear import PackedLinear, activation_dtype
-from specbridge.checkpoint import Checkpoint
-from specbridge.errors import ConfigError
 from target_service.model.config import ModelConfig
 from target_service.model.layers import Heads, LayerWeights, ModelWeights
 from target_service.parallel import Span, check_split, kv_share, padded_share, share
-
-log = logging.getLogger(__name__)
+from target_service.weight_sources import WeightSource
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 FINAL_NORM = "model.norm.weight"
-_FLOATS = {"F64", "F32", "F16", "BF16"}
-_HARMLESS = re.compile(r"rotary_emb\.inv_freq$|\.masked_bias$|\.attn\.bias$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,25 +33,24 @@ class Placement:
 
 
 def load_weights(
-    checkpoint: Checkpoint,
+    source: WeightSource,
     config: ModelConfig,
     placement: Placement,
     progress: Callable[[int, int], None] | None = None,
 ) -> ModelWeights:
-    """Read, split and pack. progress(layers done, layers) is called after each layer.
+    """Take, split and pack. progress(layers done, layers) is called after each layer.
 
     Raises ConfigError for a tensor that is missing, of the wrong shape, quantised or unknown to the decoder,
     and if the heads can't be split over the ranks.
     """
-    return _Reader(checkpoint, config, placement).read(progress or (lambda done, total: None))
+    return _Reader(source, config, placement).read(progress or (lambda done, total: None))
 
 
 class _Reader:
-    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, placement: Placement) -> None:
-        self._file, self._config, self._place = checkpoint, config, placement
+    def __init__(self, source: WeightSource, config: ModelConfig, placement: Placement) -> None:
+        self._source, self._config, self._place = source, config, placement
         self._act = activation_dtype(placement.dtype, placement.device)
-        self._used: set[str] = set()
-        check_split(config.num_heads, config.num_kv_heads, placement.size)
+        check_split(config.num_heads, config.num_kv_heads, config.vocab_size, placement.size)
         rank, size = placement.rank, placement.size
         self._query = share(config.num_heads, rank, size)
         self._kv = kv_share(config.num_kv_heads, rank, size)
@@ -72,6 +64,8 @@ class _Reader:
             layers.append(self._layer(i))
             progress(i + 1, config.num_layers)
         embedding = self._rows(EMBEDDING, self._vocab, (config.vocab_size, config.hidden_size))
+        # Moved first: a tied head then shares its memory on a GPU.
+        embedding = embedding.to(device=self._place.device, dtype=self._place.dtype)
         head_rows = embedding
         if not config.tie_word_embeddings:
             head_rows = self._rows(HEAD, self._vocab, (config.vocab_size, config.hidden_size))
@@ -79,14 +73,15 @@ class _Reader:
         if len(self._vocab) < width:  # the last ranks' shares are padded, so that all gather the same width
             head_rows = torch.nn.functional.pad(head_rows, (0, 0, 0, width - len(self._vocab)))
         weights = ModelWeights(
-            embedding=embedding.to(device=self._place.device, dtype=self._place.dtype),
+            embedding=embedding,
             first_token=self._vocab.start,
             layers=tuple(layers),
             final_norm=self._norm(FINAL_NORM, config.hidden_size),
             head=self._pack(head_rows, None),
             heads=Heads(len(self._query), len(self._kv), config.head_dim),
         )
-        self._check_all_used()
+        unused = frozenset({HEAD}) if config.tie_word_embeddings else frozenset[str]()
+        self._source.finish(config.architecture, unused)
         return weights
 
     def _layer(self, i: int) -> LayerWeights:
@@ -151,38 +146,7 @@ class _Reader:
         return weight.to(self._place.dtype).to(device=self._place.device, dtype=self._act)
 
     def _rows(self, name: str, part: Span | None, shape: tuple[int, ...]) -> torch.Tensor:
-        self._check(name, shape)
-        return self._file.get(name) if part is None else self._file.get_slice(name, 0, part.start, part.stop)
+        return self._source.rows(name, part, shape)
 
     def _columns(self, name: str, part: Span, shape: tuple[int, ...]) -> torch.Tensor:
-        self._check(name, shape)
-        return self._file.get_slice(name, 1, part.start, part.stop)
-
-    def _check(self, name: str, shape: tuple[int, ...]) -> None:
-        entry = self._file.entry(name)
-        self._used.add(name)
-        if entry.shape != shape:
-            raise ConfigError(
-                f"tensor {name!r} has shape {list(entry.shape)}; config.json calls for {list(shape)}"
-            )
-        if entry.dtype not in _FLOATS:
-            raise ConfigError(
-                f"tensor {name!r} is stored as {entry.dtype}; "
-                f"supported are {', '.join(sorted(_FLOATS))} (not quantised)"
-            )
-
-    def _check_all_used(self) -> None:
-        """A tensor of a layer that the forward would ignore means that the model is not what config.json
-        says."""
-        ignored = [n for n in self._file.names() if n not in self._used and not _HARMLESS.search(n)]
-        in_layers = [n for n in ignored if n.startswith("model.layers.")]
-        if in_layers:
-            shown = ", ".join(in_layers[:3])
-            raise ConfigError(
-                f"the checkpoint holds {len(in_layers)} layer tensors that "
-                f"{self._config.architecture} does not use ({shown}); "
-                "check num_hidden_layers and the bias keys in config.json"
-            )
-        other = [n for n in ignored if not (n == HEAD and self._config.tie_word_embeddings)]
-        if other:
-            log.warning("tensors of the checkpoint that are not used: %s", ", ".join(other[:8]))
+        return self._source.columns(name, part, shape)

@@ -6,7 +6,6 @@ nothing: trees, tokens and commits come from rank 0.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import multiprocessing
 import multiprocessing.connection
@@ -15,19 +14,19 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
 import torch
 
-from specbridge.errors import ConfigError, SpecBridgeError, Unavailable
+from specbridge.errors import ConfigError, Unavailable
 from target_service import step_codec
 from target_service.model.config import ModelConfig
 from target_service.model.decoder import Taps
 from target_service.model.shard import ModelShard, ShardSpec
 from target_service.parallel import RankGroup, Rendezvous, open_store
-from target_service.step import Step
+from target_service.ranks import RankLink
 
 log = logging.getLogger(__name__)
 
@@ -54,13 +53,19 @@ class _Ack:
     message: str = ""
 
 
+def step_limit(device: str, timeout_s: float) -> float | None:
+    """The time limit of a step whose collectives have `timeout_s` each, where they can't see to it
+    themselves."""
+    return 2 * timeout_s if torch.device(device).type == "cuda" else None
+
+
 def rank_device(device: str, rank: int) -> str:
     """cuda ranks take the GPUs from the given one on; CPU ranks share the CPU."""
     base = torch.device(device)
     return device if base.type != "cuda" else f"cuda:{(base.index or 0) + rank}"
 
 
-class WorkerPool:
+class WorkerPool(RankLink):
     """Ranks 1..size-1 of this host, and rank 0's membership in their group."""
 
     def __init__(
@@ -77,28 +82,18 @@ class WorkerPool:
 
         Raises Unavailable if a worker dies or is silent for start_timeout_s.
         """
+        super().__init__(step_timeout_s=step_limit(shard.device, timeout_s))
         store = open_store(size, start_timeout_s)
         rendezvous = Rendezvous(int(store.port), size)
         context = multiprocessing.get_context("spawn")
         self._processes: list[BaseProcess] = []
         self._acks: list[Connection] = []
         self._deadline = time.monotonic() + start_timeout_s
-        self._dead: str | None = None
-        self._closing = threading.Event()
         self._collecting = threading.Lock()
-        self.group: RankGroup | None = None
         try:
             for rank in range(1, size):
                 spec = WorkerSpec(
-                    shard=ShardSpec(
-                        model_dir=shard.model_dir,
-                        device=rank_device(shard.device, rank),
-                        dtype=shard.dtype,
-                        num_pages=shard.num_pages,
-                        page_size=shard.page_size,
-                        max_rows=shard.max_rows,
-                        deterministic=shard.deterministic,
-                    ),
+                    shard=replace(shard, device=rank_device(shard.device, rank)),
                     config=config,
                     rendezvous=rendezvous,
                     rank=rank,
@@ -114,7 +109,7 @@ class WorkerPool:
                 self._processes.append(process)
                 self._acks.append(ours)
             self._collect("joined")
-            self.group = RankGroup(
+            group = RankGroup(
                 rendezvous,
                 0,
                 device=torch.device(rank_device(shard.device, 0)),
@@ -124,52 +119,18 @@ class WorkerPool:
         except BaseException:
             self.close()
             raise
-        self._monitor = threading.Thread(target=self._watch, name="specbridge-rank-monitor", daemon=True)
-        self._monitor.start()
+        self.start(group)
 
     def wait_ready(self) -> None:
         """Until every worker has loaded its weights. Raises ConfigError or Unavailable, naming the rank."""
         self._collect("ready")
-
-    def check(self) -> None:
-        """Raises Unavailable, naming the rank, once a worker has died."""
-        if self._dead is None:
-            self._find_dead()
-        if self._dead is not None:
-            raise Unavailable(self._dead)
-
-    def send(self, message: torch.Tensor) -> None:
-        """Broadcast one message. Raises Unavailable if a rank is gone."""
-        self.check()
-        assert self.group is not None
-        with self.explained():
-            self.group.broadcast_message(message)
-
-    @contextlib.contextmanager
-    def explained(self):  # type: ignore[no-untyped-def]
-        """Errors of a collective inside, told as the death of a rank when that is what happened."""
-        try:
-            yield
-        except Unavailable as error:
-            # The socket's end may be seen a moment before the process's.
-            for _ in range(20):
-                self._find_dead()
-                if self._dead:
-                    raise Unavailable(self._dead) from error
-                time.sleep(0.05)
-            self._dead = f"{error}; a rank is stuck or was cut off: restart the target service"
-            raise Unavailable(self._dead) from error
 
     def close(self) -> None:
         """Ask the workers to stop, then make them. Idempotent."""
         if self._closing.is_set():
             return
         self._closing.set()
-        told = False
-        if self.group is not None and self._dead is None and all(p.is_alive() for p in self._processes):
-            with contextlib.suppress(SpecBridgeError):
-                self.group.broadcast_message(step_codec.encode_stop())
-                told = True
+        told = all(p.is_alive() for p in self._processes) and self._say_stop()
         if self.group is not None and told:
             self.group.close()  # before waiting: NCCL's end can need all ranks
         deadline = time.monotonic() + (_JOIN_S if told else 0.0)
@@ -181,6 +142,7 @@ class WorkerPool:
         for connection in self._acks:
             connection.close()
         if self.group is not None and not told:
+            self.group.abort()  # a collective may still be waiting for a rank that is gone
             self.group.close()
 
     def _collect(self, stage: str) -> None:
@@ -208,30 +170,18 @@ class WorkerPool:
                     raise Unavailable(f"tensor-parallel rank {rank} failed to start: {ack.message}")
 
     def _find_dead(self) -> None:
-        """Note a dead worker, by its sentinel: is_alive() errs while another thread waits."""
-        for rank, process in enumerate(self._processes, 1):
-            if multiprocessing.connection.wait([process.sentinel], timeout=0) and not self._closing.is_set():
-                self._death_of(rank)
-                return
+        """By its sentinel: is_alive() errs while another thread waits."""
+        self._wait_death(0)
 
-    def _watch(self) -> None:
+    def _wait_death(self, seconds: float) -> None:
         ranks = {process.sentinel: rank for rank, process in enumerate(self._processes, 1)}
-        while not self._closing.is_set():
-            ended = multiprocessing.connection.wait(list(ranks), timeout=0.5)
-            if ended and not self._closing.is_set():
-                rank = ranks[next(sentinel for sentinel in ended if isinstance(sentinel, int))]
-                log.error("%s", self._death_of(rank))
-                if self.group is not None:
-                    self.group.abort()  # else an NCCL collective under way would wait for the dead rank
-                return
-
-    def _death_of(self, rank: int) -> str:
-        process = self._processes[rank - 1]
-        with self._collecting:
-            process.join(1.0)
-            code = process.exitcode
-        self._dead = f"tensor-parallel rank {rank} died (exit code {code}): restart the target service"
-        return self._dead
+        ended = multiprocessing.connection.wait(list(ranks), timeout=seconds)
+        if ended and self._dead is None and not self._closing.is_set():
+            rank = ranks[next(sentinel for sentinel in ended if isinstance(sentinel, int))]
+            with self._collecting:
+                self._processes[rank - 1].join(1.0)
+                code = self._processes[rank - 1].exitcode
+            self._dead = f"tensor-parallel rank {rank} died (exit code {code}): restart the target service"
 
 
 def worker_main(spec: WorkerSpec, acks: Connection) -> None:
@@ -254,24 +204,40 @@ def worker_main(spec: WorkerSpec, acks: Connection) -> None:
         acks.send(_Ack("error", f"{type(error).__name__}: {error}"))
         return
     acks.send(_Ack("ready"))
-    try:
-        serve(group.broadcast_message, shard)
-    except Unavailable as error:
-        log.warning("rank %d ends: %s", spec.rank, error)
-    group.close()
+    Follower(group, shard).run()
+
+
+@dataclass(frozen=True, slots=True)
+class Follower:
+    """A rank above 0 that is ready."""
+
+    group: RankGroup
+    shard: ModelShard
+
+    def run(self) -> bool:
+        """Carry out what rank 0 says until it says STOP; False if it, or another rank, is lost instead."""
+        try:
+            serve(self.group.broadcast_message, self.shard)
+        except Unavailable as error:
+            log.warning("rank %d ends: %s", self.group.rank, error)
+            self.group.abort()
+            return False
+        self.shard.close()
+        self.group.close()
+        return True
 
 
 def serve(receive: Callable[[None], torch.Tensor], shard: ModelShard) -> None:
     """Carry out messages until STOP."""
     no_taps = Taps()
     while True:
-        order = step_codec.decode(receive(None))
+        message = receive(None)
+        if step_codec.is_ping(message):
+            continue
+        order = step_codec.decode(message)
         if order is None:
             return
-        if isinstance(order, Step):
-            shard.run(order, no_taps)
-        else:
-            shard.commit(order)
+        shard.run(order, no_taps)
 
 
 def _die_with_parent() -> None:

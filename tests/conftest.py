@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import sys
@@ -20,6 +21,23 @@ os.environ["MKL_NUM_THREADS"] = THREADS
 os.environ["OMP_WAIT_POLICY"] = "passive"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def _gpu_is_there() -> bool:
+    """Asked of the driver: torch is not imported yet, and most tests never do."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    count = ctypes.c_int()
+    return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
+
+
+# Also before triton is imported, by whomever: without a GPU its kernels run in its interpreter
+# (tests/kernels/conftest.py).
+if not _gpu_is_there():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # The one setting of the user's that stays: where the converted model is kept.
 _KEPT = {"SPECBRIDGE_CACHE_DIR"}
 

@@ -1,7 +1,7 @@
 """The hidden-state channel: rows of the target's hidden states on their way to the draft.
 
-`HiddenStateServer` is the target's end, `HiddenStateClient` the draft's; transports are shared_memory, inline
-and (declined so far) cuda_ipc.
+`HiddenStateServer` is the target's end, `HiddenStateClient` the draft's; transports are cuda_ipc,
+shared_memory and inline.
 """
 
 from specbridge.channel.attachment import Reservation

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from specbridge.channel.base import ChannelStats, ProducerMemory
+from specbridge.channel.base import REACHED, ChannelStats, Mark, ProducerMemory
 from specbridge.channel.outbox import Outbox
 from specbridge.channel.ring import Ring, Span
 
@@ -37,16 +37,29 @@ class Reservation:
         return self.span.count
 
     @property
+    def first_slot(self) -> int:
+        """Where in the ring the rows belong."""
+        return self.span.first
+
+    @property
     def row_width(self) -> int:
         return self.owner.memory.offer.layout.row_width
+
+    @property
+    def ring(self) -> torch.Tensor:
+        """The whole ring, [slots, row_width]; the same object for all reservations of an attachment."""
+        return self.owner.ring_rows
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A chunk on its way: its id, its slots and, for inline, its bytes."""
+    """A chunk on its way: its id, its slots, the event behind its rows' writing (0: written) and, for inline,
+    its bytes.
+    """
 
     chunk_id: int
     span: Span
+    event: int
     payload: bytes
 
 
@@ -70,13 +83,18 @@ class Attachment(Generic[Message]):
         self.end_cause = ""
         self.end_reason = ""
         self.ring = Ring(memory.offer.slots)
+        self.ring_rows = memory.rows(0, memory.offer.slots)
         self.transport = memory.offer.transport
+        self._row_bytes = memory.offer.layout.row_bytes
         self._ids = chunk_ids
         self._stats = stats
         self._lease_s = lease_s
         self._lock = threading.Lock()
         self._closed = False
-        self._outstanding: dict[int, Span] = {}
+        self._outstanding: dict[int, tuple[Span, int]] = {}
+        # First slots of what may be written from now on, and the mark behind all that has been.
+        self._unmarked: set[int] = set()
+        self._marked = REACHED
         self._last_sign = time.monotonic()
         self._full_since: float | None = None
 
@@ -99,31 +117,66 @@ class Attachment(Generic[Message]):
                 self._full_since = time.monotonic()
             return None
         self._full_since = None
+        self._unmarked.add(span.first)
         self.memory.set_generation(span.first, span.count, span.generation)
         return Reservation(self, span)
 
     def rows(self, reservation: Reservation) -> torch.Tensor:
+        self._unmarked.add(reservation.span.first)
         return self.memory.rows(reservation.span.first, reservation.span.count)
+
+    def mark_written(self) -> None:
+        """All reservations made so far have been written, or will be by what the current stream was told."""
+        before, self._marked = self._marked, self._mark()
+        if before.event:
+            self.memory.let_go(before.event)
+        self._unmarked.clear()
 
     def publish(self, reservation: Reservation, count: int) -> Published | None:
         """Trim to `count` rows and book the chunk as outstanding; None if the consumer is gone."""
         span = self.ring.trim(reservation.span, count)
+        if self.closed:
+            self._drop(span)
+            return None
         payload = self.memory.payload(span.first, span.count)
+        event = self._event_of(span)
         with self._lock:
             if self._closed:
-                self._stats.add("stale_publishes")
-                self.ring.free(span)
+                self._drop(span)
                 return None
             chunk_id = next(self._ids)
             if not self._outstanding:
                 # An idle consumer owes no sign of life; the lease runs from its first chunk on.
                 self._last_sign = time.monotonic()
-            self._outstanding[chunk_id] = span
-        self._stats.moved(self.transport, count, count * self.memory.offer.layout.row_bytes)
-        return Published(chunk_id, span, payload)
+            self._outstanding[chunk_id] = (span, event)
+        self._stats.moved(self.transport, count, count * self._row_bytes)
+        return Published(chunk_id, span, event, payload)
 
     def cancel(self, reservation: Reservation) -> None:
+        self._unmarked.discard(reservation.span.first)
         self.ring.free(reservation.span)
+
+    def _event_of(self, span: Span) -> int:
+        """The event behind the writing of a span, held for the chunk: that of the latest mark, if it was
+        made after the rows were written; or one of its own.
+        """
+        if span.first in self._unmarked:
+            self._unmarked.discard(span.first)
+            return self._mark().event
+        if self._marked.event:
+            self.memory.hold(self._marked.event)
+        return self._marked.event
+
+    def _mark(self) -> Mark:
+        mark = self.memory.mark()
+        if mark.shared:
+            self._stats.add("shared_events")
+        return mark
+
+    def _drop(self, span: Span) -> None:
+        self._unmarked.discard(span.first)
+        self._stats.add("stale_publishes")
+        self.ring.free(span)
 
     # ---- the event loop's thread ----------------------------------------------------------------
 
@@ -136,10 +189,13 @@ class Attachment(Generic[Message]):
         acked = unknown = 0
         for chunk_id in chunk_ids:
             with self._lock:
-                span = self._outstanding.pop(chunk_id, None)
-            if span is None:
+                held = self._outstanding.pop(chunk_id, None)
+            if held is None:
                 unknown += 1
                 continue
+            span, event = held
+            if event:
+                self.memory.let_go(event)
             self.ring.free(span)
             acked += 1
         if acked:

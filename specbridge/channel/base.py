@@ -45,7 +45,9 @@ def torch_dtype(name: str) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class ChannelLayout:
-    """What a row is: `row_width` = taps x hidden size elements of `dtype` (a name in ITEM_SIZES)."""
+    """What a row is: `row_width` elements of `dtype` (a name in ITEM_SIZES); taps x hidden size, or what the
+    draft's projection makes of them.
+    """
 
     row_width: int
     dtype: str
@@ -53,6 +55,37 @@ class ChannelLayout:
     @property
     def row_bytes(self) -> int:
         return self.row_width * ITEM_SIZES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Projection:
+    """What a draft has the target apply to the taps: row = norm * rms_normalised(matrix @ taps).
+
+    matrix [width, taps x hidden size], norm [width]: on the CPU, of one dtype, a name in ITEM_SIZES.
+    """
+
+    matrix: torch.Tensor
+    norm: torch.Tensor
+    eps: float
+
+    @property
+    def dtype(self) -> str:
+        return str(self.matrix.dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectionShape:
+    """A projection whose weights are still to come."""
+
+    width: int
+    columns: int
+    dtype: str
+    eps: float
+
+    @property
+    def bytes(self) -> int:
+        """Of matrix and norm together."""
+        return self.width * (self.columns + 1) * ITEM_SIZES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +97,13 @@ class Identity:
     pid: int
     device: str
     instance: bytes
+    ordinal: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryOffer:
-    """A ring that the producer proposes to share. data_offset: bytes before the first row."""
+    """A ring that the producer proposes to share. data_offset: bytes before the first row. events: handles of
+    the events that a chunk's `event` counts, from 1 on."""
 
     transport: str
     slots: int
@@ -77,6 +112,22 @@ class MemoryOffer:
     handle: bytes = b""
     data_offset: int = 0
     nonce_length: int = 0
+    events: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A point in the order of writing. event: number of the event that fires there; 0: it has been reached.
+
+    shared: no event was free, so that one which stands for earlier writes now stands for these as well.
+    """
+
+    event: int = 0
+    shared: bool = False
+
+
+REACHED = Mark()
+"""Of memory that has been written when the call that writes it returns."""
 
 
 class ProducerMemory(Protocol):
@@ -94,6 +145,15 @@ class ProducerMemory(Protocol):
     def payload(self, first_slot: int, count: int) -> bytes:
         """What travels in the descriptor itself: the rows' bytes for inline, nothing otherwise."""
 
+    def mark(self) -> Mark:
+        """A mark behind all that this thread's current stream was told to write so far, with one holder."""
+
+    def hold(self, event: int) -> None:
+        """One more holder of a mark's event: it is not used for another mark before the last lets go."""
+
+    def let_go(self, event: int) -> None:
+        """One holder less. For any thread."""
+
     def settled(self) -> None:
         """The handshake is over, one way or the other: drop what other processes could still find."""
 
@@ -102,15 +162,53 @@ class ProducerMemory(Protocol):
 
 
 class ConsumerMemory(Protocol):
-    """The consumer's half of a transport."""
+    """The consumer's half of a transport. events: how many a chunk may name."""
 
     nonce: bytes
+    events: int
 
     def rows(self, first_slot: int, count: int, payload: bytes) -> torch.Tensor:
         """The rows of these slots, [count, row_width], without a copy where the memory is shared."""
 
     def generation_is(self, first_slot: int, count: int, generation: int) -> bool:
         """Whether these slots still hold what was published under `generation`."""
+
+    def wait(self, event: int) -> None:
+        """What this thread's current stream is told from now on comes after event number `event`. The host
+        does not wait.
+        """
+
+    def fence(self) -> Fence | None:
+        """A fence behind all that this thread's current stream was told so far; None where reading is over
+        when the call that reads returns.
+        """
+
+    def close(self, on_spoilt: Callable[[str], object]) -> None:
+        """The attachment is over. The memory goes with the last tensor that views it. on_spoilt(why), from
+        any thread, if rows that were read before may have been wrong.
+        """
+
+
+Fence = Callable[[], bool]
+"""Whether the device has got there. Never blocks; not to be asked again once it was True."""
+
+
+class HostMemory:
+    """What both halves of the transports in host memory share: nothing there runs ahead of the host."""
+
+    events = 0
+
+    def mark(self) -> Mark:
+        return REACHED
+
+    def hold(self, event: int) -> None: ...
+
+    def let_go(self, event: int) -> None: ...
+
+    def wait(self, event: int) -> None: ...
+
+    def fence(self) -> Fence | None:
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +226,9 @@ class AttachedInfo:
 class ReceivedChunk:
     """Hidden states of committed rows [first_position, first_position + count) of one session.
 
-    rows: [count, row_width] on the CPU, in the channel's dtype; a view of shared memory for as long as the
-    chunk is not acknowledged. tokens: ids of these rows. anchor: the session's anchor after them; None while
-    the prefill goes on.
+    rows: [count, row_width] in the channel's dtype, on the CPU or, over cuda_ipc, on the consumer's GPU; a
+    view of shared memory for as long as the chunk is not acknowledged. tokens: ids of these rows. anchor: the
+    session's anchor after them; None while the prefill goes on.
     """
 
     chunk_id: int
@@ -139,12 +237,21 @@ class ReceivedChunk:
     count: int
     tokens: tuple[int, ...]
     anchor: int | None
-    rows: torch.Tensor
+    view: torch.Tensor = field(repr=False, compare=False)
+    await_writing: Callable[[], None] = field(repr=False, compare=False)
     still_valid: Callable[[], bool] = field(repr=False, compare=False)
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """Take it on the thread, and with the stream current, that reads: the stream then waits on the device
+        for the rows to be written, the host for nothing.
+        """
+        self.await_writing()
+        return self.view
 
     def valid(self) -> bool:
         """Whether `rows` still hold this chunk. Check it *after* the rows were read: False means they were
-        reused.
+        reused. (What a GPU reads later is checked again before it is acknowledged.)
         """
         return self.still_valid()
 
@@ -166,6 +273,8 @@ class ChannelSnapshot:
     lease_timeouts: int = 0
     recaptures: int = 0
     refused: int = 0
+    shared_events: int = 0
+    overtaken: int = 0
 
 
 class ChannelStats:
@@ -202,6 +311,10 @@ class ChannelStats:
             return ChannelSnapshot(
                 dict(self._bytes), dict(self._attaches), dict(self._detaches), **self._counts
             )
+
+
+def written() -> None:
+    """Nothing to wait for: rows are written before they are announced."""
 
 
 def check_tokens(count: int, tokens: Sequence[int]) -> None:

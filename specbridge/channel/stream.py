@@ -17,10 +17,11 @@ import grpc
 from protos import target_pb2
 from specbridge.channel import wire
 from specbridge.channel.attachment import Attachment
-from specbridge.channel.base import ChannelLayout, ChannelStats, MemoryOffer
+from specbridge.channel.base import ChannelLayout, ChannelStats, MemoryOffer, Projection, ProjectionShape
 from specbridge.channel.handshake import Agreed, ProbeResult, agree
 from specbridge.channel.outbox import Outbox
 from specbridge.channel.transports import own_identity
+from specbridge.channel.wire import Announcement
 from specbridge.errors import InvalidRequest, SpecBridgeError
 from specbridge.rounds import SessionKey
 from specbridge.wire import key_from_pb
@@ -41,13 +42,21 @@ class Host(Protocol):
     lease_s: float
     handshake_s: float
 
-    async def prepare(self, layer_ids: tuple[int, ...], normed_last_layer: bool) -> ChannelLayout: ...
+    async def prepare(
+        self,
+        layer_ids: tuple[int, ...],
+        normed_last_layer: bool,
+        outbox: Outbox[Announcement],
+        projection: Projection | None,
+    ) -> ChannelLayout: ...
+
+    def check_projection(self, layer_ids: tuple[int, ...], shape: ProjectionShape) -> None: ...
 
     def slots_for(self, wanted: int) -> int: ...
 
-    async def attach(self, agreed: Agreed, outbox: Outbox[Reply]) -> Attachment[Reply]: ...
+    async def attach(self, agreed: Agreed, outbox: Outbox[Announcement]) -> Attachment[Announcement]: ...
 
-    def detach(self, attachment: Attachment[Reply], cause: str, reason: str) -> None: ...
+    def detach(self, attachment: Attachment[Announcement], cause: str, reason: str) -> None: ...
 
     def recapture(self, session: SessionKey, first: int, cause: str) -> None: ...
 
@@ -59,8 +68,8 @@ class ServerStream:
         self._host = host
         self._requests = requests
         self._context = context
-        self._outbox: Outbox[Reply] = Outbox(asyncio.get_running_loop())
-        self._attachment: Attachment[Reply] | None = None
+        self._outbox: Outbox[Announcement] = Outbox(asyncio.get_running_loop())
+        self._attachment: Attachment[Announcement] | None = None
 
     async def replies(self) -> AsyncIterator[Reply]:
         driver = asyncio.create_task(self._drive())
@@ -69,7 +78,7 @@ class ServerStream:
         self._context.add_done_callback(lambda _: driver.cancel())
         try:
             while (batch := await self._outbox.take()) is not None:
-                for reply in wire.merged(batch):
+                for reply in wire.messages(batch):
                     yield reply
         finally:
             driver.cancel()
@@ -102,7 +111,11 @@ class ServerStream:
         """Attach in, offers out, probes in. Raises what makes the draft be refused."""
         host = self._host
         attach = (await self._next("attach")).attach
-        layout = await host.prepare(tuple(attach.target_layer_ids), attach.normed_last_layer)
+        taps = tuple(attach.target_layer_ids)
+        projection = None
+        if attach.HasField("projection"):
+            projection = await self._read_projection(taps, attach.projection)
+        layout = await host.prepare(taps, attach.normed_last_layer, self._outbox, projection)
 
         async def probe(offer: MemoryOffer) -> ProbeResult:
             self._outbox.put(wire.offer_to_pb(offer))
@@ -118,6 +131,20 @@ class ServerStream:
             peer=wire.identity_from_pb(attach.identity),
         )
 
+    async def _read_projection(self, taps: tuple[int, ...], pb: target_pb2.Projection) -> Projection:
+        """The weights that follow the Attach; refused before they are read if they can't be used."""
+        shape = wire.projection_shape_from_pb(pb)
+        self._host.check_projection(taps, shape)
+        data = bytearray()
+        while len(data) < shape.bytes:
+            part = (await self._next("projection_part")).projection_part.data
+            if not part or len(data) + len(part) > shape.bytes:
+                raise InvalidRequest(
+                    f"a projection of {shape.bytes} bytes came as {len(data)} and then {len(part)}"
+                )
+            data += part
+        return wire.projection_from_bytes(shape, data)
+
     async def _next(self, kind: str) -> target_pb2.ChannelRequest:
         """The next message, a `kind`. Raises InvalidRequest if it is another, late or missing."""
         try:
@@ -130,7 +157,7 @@ class ServerStream:
             raise InvalidRequest(f"got {request.WhichOneof('kind')!r} where the handshake needs {kind!r}")
         return request
 
-    def _handle(self, request: target_pb2.ChannelRequest, attachment: Attachment[Reply]) -> None:
+    def _handle(self, request: target_pb2.ChannelRequest, attachment: Attachment[Announcement]) -> None:
         kind = request.WhichOneof("kind")
         if kind == "ack":
             attachment.acknowledge(request.ack.chunk_ids)
@@ -141,7 +168,7 @@ class ServerStream:
         else:
             raise InvalidRequest(f"{kind!r} is not expected after the handshake")
 
-    async def _watch(self, attachment: Attachment[Reply]) -> None:
+    async def _watch(self, attachment: Attachment[Announcement]) -> None:
         while True:
             await asyncio.sleep(self._host.lease_s / 4)
             why = attachment.expired(time.monotonic())

@@ -1,8 +1,13 @@
-"""The channel's dataclasses ↔ protobuf."""
+"""The channel's dataclasses ↔ protobuf.
+
+Descriptors leave the engine's thread as mappings of fields; the event loop makes messages of them, as many in
+one as wait together (`messages`). How to build a nested message cheaply: see specbridge.wire.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from protos import target_pb2
 from specbridge.channel.attachment import Published
@@ -12,12 +17,24 @@ from specbridge.channel.base import (
     ConsumerMemory,
     Identity,
     MemoryOffer,
+    Projection,
+    ProjectionShape,
     ReceivedChunk,
     check_tokens,
+    torch_dtype,
+    written,
 )
 from specbridge.channel.handshake import ProbeResult
 from specbridge.rounds import SessionKey
-from specbridge.wire import error_to_pb, key_from_pb, key_to_pb
+from specbridge.wire import error_to_pb, key_fields, key_from_pb
+
+PROJECTION_PART_BYTES = 16 << 20
+
+ChunkFields = dict[str, Any]
+"""A target_pb2.Chunk to be, by field names."""
+
+Announcement = target_pb2.ChannelReply | ChunkFields
+"""What the target's stream has to say."""
 
 
 def identity_to_pb(identity: Identity) -> target_pb2.PeerIdentity:
@@ -27,11 +44,12 @@ def identity_to_pb(identity: Identity) -> target_pb2.PeerIdentity:
         pid=identity.pid,
         device=identity.device,
         instance=identity.instance,
+        device_ordinal=identity.ordinal,
     )
 
 
 def identity_from_pb(pb: target_pb2.PeerIdentity) -> Identity:
-    return Identity(pb.boot_id, pb.pid_namespace, pb.pid, pb.device, pb.instance)
+    return Identity(pb.boot_id, pb.pid_namespace, pb.pid, pb.device, pb.instance, pb.device_ordinal)
 
 
 def offer_to_pb(offer: MemoryOffer) -> target_pb2.ChannelReply:
@@ -45,6 +63,7 @@ def offer_to_pb(offer: MemoryOffer) -> target_pb2.ChannelReply:
             dtype=offer.layout.dtype,
             data_offset=offer.data_offset,
             nonce_length=offer.nonce_length,
+            events=offer.events,
         )
     )
 
@@ -58,7 +77,40 @@ def offer_from_pb(pb: target_pb2.Offer) -> MemoryOffer:
         handle=pb.handle,
         data_offset=pb.data_offset,
         nonce_length=pb.nonce_length,
+        events=tuple(pb.events),
     )
+
+
+def projection_to_pb(projection: Projection) -> target_pb2.Projection:
+    width, columns = projection.matrix.shape
+    return target_pb2.Projection(width=width, columns=columns, dtype=projection.dtype, eps=projection.eps)
+
+
+def projection_shape_from_pb(pb: target_pb2.Projection) -> ProjectionShape:
+    """Raises InvalidRequest for a dtype that can't cross."""
+    torch_dtype(pb.dtype)
+    return ProjectionShape(pb.width, pb.columns, pb.dtype, pb.eps)
+
+
+def projection_parts(projection: Projection) -> Iterator[target_pb2.ChannelRequest]:
+    """The weights, in messages of a size that keeps the stream's buffers small."""
+    import torch
+
+    for tensor in (projection.matrix, projection.norm):
+        data = tensor.contiguous().view(torch.uint8).view(-1)
+        for part in data.split(PROJECTION_PART_BYTES):
+            yield target_pb2.ChannelRequest(
+                projection_part=target_pb2.ProjectionPart(data=part.numpy().tobytes())
+            )
+
+
+def projection_from_bytes(shape: ProjectionShape, data: bytearray) -> Projection:
+    """`data`: shape.bytes of them, kept by the tensors."""
+    import torch
+
+    every = torch.frombuffer(data, dtype=torch_dtype(shape.dtype))
+    matrix, norm = every.split([shape.width * shape.columns, shape.width])
+    return Projection(matrix.view(shape.width, shape.columns), norm, shape.eps)
 
 
 def probe_to_pb(result: ProbeResult) -> target_pb2.ChannelRequest:
@@ -91,60 +143,67 @@ def refused_to_pb(error: BaseException) -> target_pb2.ChannelReply:
     return target_pb2.ChannelReply(refused=target_pb2.Refused(error=error_to_pb(error)))
 
 
-def chunk_to_pb(
+def chunk_fields(
     published: Published,
     *,
     session: SessionKey,
     first_position: int,
     tokens: Sequence[int],
     anchor: int | None,
-) -> target_pb2.ChannelReply:
-    chunk = target_pb2.Chunk(
-        chunk_id=published.chunk_id,
-        session=key_to_pb(session),
-        first_position=first_position,
-        count=published.span.count,
-        first_slot=published.span.first,
-        generation=published.span.generation,
-        tokens=tokens,
-        anchor=anchor or 0,
-        has_anchor=anchor is not None,
-        data=published.payload,
-    )
-    return target_pb2.ChannelReply(chunks=target_pb2.Chunks(chunks=[chunk]))
+) -> ChunkFields:
+    span = published.span
+    return {
+        "chunk_id": published.chunk_id,
+        "session": key_fields(session),
+        "first_position": first_position,
+        "count": span.count,
+        "first_slot": span.first,
+        "generation": span.generation,
+        "tokens": tokens,
+        "anchor": anchor or 0,
+        "has_anchor": anchor is not None,
+        "data": published.payload,
+        "event_number": published.event,
+    }
 
 
-def merged(replies: Iterable[target_pb2.ChannelReply]) -> Iterator[target_pb2.ChannelReply]:
-    """The same messages with neighbouring chunks in one; rows that travel inside stay apart, for size."""
-    held: target_pb2.ChannelReply | None = None
-    for reply in replies:
-        light = reply.HasField("chunks") and not any(chunk.data for chunk in reply.chunks.chunks)
-        if held is not None and light:
-            held.chunks.MergeFrom(reply.chunks)
+def messages(announcements: Iterable[Announcement]) -> Iterator[target_pb2.ChannelReply]:
+    """In order, neighbouring chunks in one message; rows that travel inside stay apart, for size."""
+    light: list[ChunkFields] = []
+    for item in announcements:
+        if isinstance(item, dict) and not item["data"]:
+            light.append(item)
             continue
-        if held is not None:
-            yield held
-        held = reply if light else None
-        if not light:
-            yield reply
-    if held is not None:
-        yield held
+        if light:
+            yield _chunks(light)
+            light = []
+        yield _chunks([item]) if isinstance(item, dict) else item
+    if light:
+        yield _chunks(light)
+
+
+def _chunks(chunks: list[ChunkFields]) -> target_pb2.ChannelReply:
+    return target_pb2.ChannelReply(chunks={"chunks": chunks})
 
 
 def chunk_from_pb(pb: target_pb2.Chunk, memory: ConsumerMemory, *, slots: int) -> ReceivedChunk:
     """The chunk and its rows in `memory`, a ring of `slots`. Raises ValueError for a nonsense descriptor."""
-    first_slot, count, generation = pb.first_slot, pb.count, pb.generation
+    first_slot, count, generation, event = pb.first_slot, pb.count, pb.generation, pb.event_number
     if count < 1 or first_slot + count > slots:
         raise ValueError(f"{count} rows from slot {first_slot} on, in a ring of {slots}")
-    check_tokens(count, pb.tokens)
+    if event > memory.events:
+        raise ValueError(f"{count} rows behind event {event}, of {memory.events}")
+    tokens = tuple(pb.tokens[:])
+    check_tokens(count, tokens)
     return ReceivedChunk(
         chunk_id=pb.chunk_id,
         session=key_from_pb(pb.session),
         first_position=pb.first_position,
         count=count,
-        tokens=tuple(pb.tokens),
+        tokens=tokens,
         anchor=pb.anchor if pb.has_anchor else None,
-        rows=memory.rows(first_slot, count, pb.data),
+        view=memory.rows(first_slot, count, pb.data),
+        await_writing=(lambda: memory.wait(event)) if event else written,
         still_valid=lambda: memory.generation_is(first_slot, count, generation),
     )
 
@@ -155,5 +214,5 @@ def ack_to_pb(chunk_ids: Iterable[int]) -> target_pb2.ChannelRequest:
 
 def recapture_to_pb(session: SessionKey, first: int, cause: str) -> target_pb2.ChannelRequest:
     return target_pb2.ChannelRequest(
-        recapture=target_pb2.Recapture(session=key_to_pb(session), first=first, cause=cause)
+        recapture=target_pb2.Recapture(session=key_fields(session), first=first, cause=cause)
     )

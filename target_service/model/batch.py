@@ -1,19 +1,21 @@
 """StepInputs: a Step turned into what every layer of the forward shares.
 
-Owns: device copies of ids and positions, rotary rows, and the grouping of segments for attention. Segments
-are grouped by kind: single rows together, trees of similar size together (padded by an index gather only
-where their sizes differ), each prefill chain alone. The linear layers always see exactly the step's rows.
+Owns: device copies of ids and positions, rotary rows, and, for devices without the ragged kernels
+(device_pass has those), the grouping of segments for attention. Segments are grouped by kind: single rows
+together, trees of similar size together (padded by an index gather only where their sizes differ), each
+prefill chain alone. The linear layers always see exactly the step's rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 
-from kernels.attention import AttentionPlan, plan_attention
+from kernels.attention import AttentionPlan, PagedContext, plan_attention, split_attention
 from kernels.rotary import RotaryTables
 from target_service.step import Segment, Step
 
@@ -36,16 +38,79 @@ class AttentionGroup:
     plans: Mapping[int | None, AttentionPlan]
 
 
+class Attention(Protocol):
+    """A pass's attention, the same object for all layers."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """q [n, heads, d], k, v [n, kv_heads, d], pages [pages, page_size, kv_heads, d] -> [n, heads * d]."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """tokens int64 [n]; cos, sin [n, 1, d]; logit_rows None when every row's logits are wanted in order."""
+    """tokens int [n]; cos, sin [n, 1, d]; logit_rows None when every row's logits are wanted in order."""
 
     rows: int
     tokens: torch.Tensor
     cos: torch.Tensor
     sin: torch.Tensor
-    groups: tuple[AttentionGroup, ...]
+    attention: Attention
     logit_rows: torch.Tensor | None
+
+
+_NOTHING = torch.empty(0)
+
+
+class GroupedAttention:
+    """Attention group by group."""
+
+    def __init__(self, groups: tuple[AttentionGroup, ...]) -> None:
+        self._groups = groups
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        n, width = q.shape[0], q.shape[1] * q.shape[2]
+        context = PagedContext(k_pages, v_pages, _NOTHING, _NOTHING)
+        whole = len(self._groups) == 1
+        out = _NOTHING if whole else q.new_empty(n, width)
+        for group in self._groups:
+            count = group.sessions * group.rows
+            if group.gather is None:
+                parts = [x.narrow(0, group.first_row, count) for x in (q, k, v)]
+            else:
+                parts = [x.index_select(0, group.gather) for x in (q, k, v)]
+            gq, gk, gv = (x.view(group.sessions, group.rows, x.shape[1], x.shape[2]) for x in parts)
+            result = split_attention(gq, gk, gv, context, None, scale=scale, plan=group.plans[window])
+            result = result.reshape(count, width)
+            if group.kept is not None:
+                result = result.index_select(0, group.kept)
+            if whole and group.gather is None:
+                return result
+            if whole:
+                out = q.new_empty(n, width)
+            if group.scatter is None:
+                out.narrow(0, group.first_row, count).copy_(result)
+            else:
+                out.index_copy_(0, group.scatter, result)
+        return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +139,9 @@ def prepare(step: Step, settings: BatchSettings) -> StepInputs:
         tokens=step.tokens.to(device),
         cos=cos,
         sin=sin,
-        groups=tuple(_group(members, step, settings) for members in _members(step.segments)),
+        attention=GroupedAttention(
+            tuple(_group(members, step, settings) for members in _members(step.segments))
+        ),
         logit_rows=None if wanted == list(range(rows)) else step.logit_rows.to(device),
     )
 

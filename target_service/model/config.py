@@ -16,7 +16,7 @@ import torch
 
 from kernels import rotary
 from kernels.device import parse_dtype as named_dtype
-from specbridge.checkpoint import read_json
+from specbridge.checkpoint import config_files
 from specbridge.errors import ConfigError
 
 
@@ -76,11 +76,11 @@ class ModelConfig:
 
     @staticmethod
     def from_folder(folder: Path) -> ModelConfig:
-        """Read config.json, and generation_config.json for the eos ids. Raises ConfigError."""
-        generation: Mapping[str, Any] = {}
-        if (folder / "generation_config.json").exists():
-            generation = read_json(folder / "generation_config.json")
-        return ModelConfig.from_dict(read_json(folder / "config.json"), generation)
+        """Read config.json (or the file given), and generation_config.json for the eos ids. Raises
+        ConfigError.
+        """
+        files = config_files(folder)
+        return ModelConfig.from_dict(files.model, files.generation)
 
     @staticmethod
     def from_dict(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:

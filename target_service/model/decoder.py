@@ -13,22 +13,28 @@ import torch
 import torch.nn.functional as F
 
 from kernels.activation import silu_mul
-from kernels.attention import PagedContext, split_attention
+from kernels.heads import split_heads
 from kernels.norm import add_rms_norm, rms_norm
-from kernels.rotary import apply_rotary
 from target_service.model.batch import StepInputs
 from target_service.model.config import ModelConfig
 from target_service.model.layers import ModelWeights
+from target_service.model.projection import Projection
 from target_service.parallel import Group
 
 
 @dataclass(frozen=True, slots=True)
 class Taps:
     """Layers whose output is captured, in the order of the columns. normed_last_layer: the last layer's
-    output is taken after the final norm (the z-lab layout's convention) instead of before it."""
+    output is taken after the final norm (the z-lab layout's convention) instead of before it. projection:
+    what is made of them, for a draft that wants that."""
 
     layer_ids: tuple[int, ...] = ()
     normed_last_layer: bool = False
+    projection: Projection | None = None
+
+    def width(self, hidden_size: int) -> int:
+        """Elements of a captured row."""
+        return len(self.layer_ids) * hidden_size if self.projection is None else self.projection.width
 
 
 class Decoder:
@@ -39,7 +45,6 @@ class Decoder:
         self._config, self._weights, self._group = config, weights, group
         self._dtype = dtype
         self._scale = config.head_dim**-0.5
-        self._nothing = torch.empty(0)
 
     def forward(
         self,
@@ -50,12 +55,13 @@ class Decoder:
         *,
         want_logits: bool,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Returns logits fp32 [k, vocab] (on rank 0, if any are wanted; else None) and taps [n, num_taps *
-        hidden] in the activation dtype (None without taps). Fills staging[:, :n]."""
+        """Returns this rank's columns of the logits in the activation dtype, [k, its share of the vocabulary]
+        (None if none are wanted), and taps [n, num_taps * hidden], or as projected (None without taps).
+        Fills staging[:, :n].
+        """
         config, weights = self._config, self._weights
         eps, n = config.rms_norm_eps, inputs.rows
         heads = weights.heads
-        qk_heads, kv_heads, d = heads.query + heads.key_value, heads.key_value, heads.dim
         reduce = self._group.all_reduce if self._group.size > 1 else None
         captured = None
         columns: dict[int, list[int]] = {}
@@ -65,7 +71,7 @@ class Decoder:
             )
             for column, layer_id in enumerate(taps.layer_ids):
                 columns.setdefault(layer_id, []).append(column)
-        staged, nothing = staging.narrow(1, 0, n).unbind(0), self._nothing
+        staged = staging.narrow(1, 0, n).unbind(0)
         residual = self._embed(inputs.tokens)
         delta = None
         for number, layer in enumerate(weights.layers):
@@ -76,16 +82,21 @@ class Decoder:
             if captured is not None:
                 for column in columns.get(number - 1, ()):
                     captured[:, column].copy_(residual)
-            qkv = layer.qkv(x).view(n, qk_heads + kv_heads, d)
-            qk = qkv.narrow(1, 0, qk_heads)
-            if layer.qk_norm is not None:
-                qk = rms_norm(qk, layer.qk_norm, eps)
-            qk = apply_rotary(qk, inputs.cos, inputs.sin)
             k, v = staged[2 * number], staged[2 * number + 1]
-            k.copy_(qk.narrow(1, heads.query, kv_heads))
-            v.copy_(qkv.narrow(1, qk_heads, kv_heads))
-            context = PagedContext(pages[2 * number], pages[2 * number + 1], nothing, nothing)
-            attended = self._attend(qk.narrow(1, 0, heads.query), k, v, context, inputs, layer.window)
+            q = split_heads(
+                layer.qkv(x),
+                inputs.cos,
+                inputs.sin,
+                heads=heads.query,
+                kv_heads=heads.key_value,
+                k_out=k,
+                v_out=v,
+                qk_norm=layer.qk_norm,
+                eps=eps,
+            )
+            attended = inputs.attention(
+                q, k, v, pages[2 * number], pages[2 * number + 1], scale=self._scale, window=layer.window
+            )
             delta = layer.output(attended)
             if reduce:
                 reduce(delta)
@@ -101,11 +112,12 @@ class Decoder:
             for column in columns[last]:
                 captured[:, column].copy_(output)
         flat = None if captured is None else captured.view(n, -1)
+        if flat is not None and taps.projection is not None:
+            flat = taps.projection(flat)
         if not want_logits:
             return None, flat
         chosen = residual if inputs.logit_rows is None else residual.index_select(0, inputs.logit_rows)
-        logits = self._group.gather_columns(weights.head(rms_norm(chosen, weights.final_norm, eps)).float())
-        return (None if logits is None else logits.narrow(1, 0, config.vocab_size)), flat
+        return weights.head(rms_norm(chosen, weights.final_norm, eps)), flat
 
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
         table = self._weights.embedding
@@ -116,37 +128,3 @@ class Decoder:
         rows = F.embedding(torch.where(own, local, 0), table).to(self._dtype).mul_(own.unsqueeze(1))
         self._group.all_reduce(rows)
         return rows
-
-    def _attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        context: PagedContext,
-        inputs: StepInputs,
-        window: int | None,
-    ) -> torch.Tensor:
-        """q [n, heads, d], k, v [n, kv_heads, d] -> [n, heads * d]."""
-        n, width = q.shape[0], q.shape[1] * q.shape[2]
-        whole = len(inputs.groups) == 1
-        out = self._nothing if whole else q.new_empty(n, width)
-        for group in inputs.groups:
-            count = group.sessions * group.rows
-            if group.gather is None:
-                parts = [x.narrow(0, group.first_row, count) for x in (q, k, v)]
-            else:
-                parts = [x.index_select(0, group.gather) for x in (q, k, v)]
-            gq, gk, gv = (x.view(group.sessions, group.rows, x.shape[1], x.shape[2]) for x in parts)
-            result = split_attention(gq, gk, gv, context, None, scale=self._scale, plan=group.plans[window])
-            result = result.reshape(count, width)
-            if group.kept is not None:
-                result = result.index_select(0, group.kept)
-            if whole and group.gather is None:
-                return result
-            if whole:
-                out = q.new_empty(n, width)
-            if group.scatter is None:
-                out.narrow(0, group.first_row, count).copy_(result)
-            else:
-                out.index_copy_(0, group.scatter, result)
-        return out

@@ -1,7 +1,7 @@
-"""ModelShard: one rank's model with its K/V pages and staging; carries out steps and commits.
+"""ModelShard: one rank's model with its K/V pages and staging; carries out steps.
 
-The same class runs on rank 0 and on the workers. Owns the memory; which page belongs to whom is decided by
-the engine on rank 0.
+The same class runs on rank 0 and on the workers. Owns loading, and the choice between the two ways to run a
+step: device_pass for GPUs, host_pass for the rest.
 """
 
 from __future__ import annotations
@@ -13,20 +13,26 @@ from pathlib import Path
 import torch
 
 from kernels.linear import activation_dtype
-from kernels.rotary import rotary_tables
-from specbridge.checkpoint import Checkpoint
-from specbridge.errors import ConfigError
-from target_service.model.batch import BatchSettings, prepare
+from target_service.config import MemoryRules
+from target_service.memory_plan import Gpu, MemoryPlan, needs_of, plan_memory
 from target_service.model.config import ModelConfig
 from target_service.model.decoder import Decoder, Taps
+from target_service.model.device_pass import DevicePass, uses_kernels
+from target_service.model.host_pass import HostPass
+from target_service.model.memory import allocate
 from target_service.parallel import Group
-from target_service.step import Commit, Step, StepOutput
+from target_service.step import Step, StepOutput
+from target_service.weight_sources import LoadFormat, open_weights
 from target_service.weights import Placement, load_weights
 
 
 @dataclass(frozen=True, slots=True)
 class ShardSpec:
-    """How to build a rank's shard; picklable, sent to the workers once."""
+    """How to build a rank's shard; picklable, sent to the workers once.
+
+    num_pages: 0, on a GPU: as many as its memory has room for. rules: how a GPU's memory may be used; None:
+    without a plan.
+    """
 
     model_dir: Path
     device: str
@@ -35,10 +41,17 @@ class ShardSpec:
     page_size: int
     max_rows: int
     deterministic: bool = False
+    load_format: LoadFormat = "auto"
+    simulated: bool = False
+    cuda_graphs: bool = True
+    rules: MemoryRules | None = None
 
 
 class ModelShard:
-    """Loads on construction. Raises ConfigError for a checkpoint or device that can't be used."""
+    """Loads on construction. Raises ConfigError for a checkpoint or device that can't be used.
+
+    plan_of_memory: None on a CPU. num_pages: as given, or as planned.
+    """
 
     def __init__(
         self,
@@ -47,70 +60,81 @@ class ModelShard:
         group: Group,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        self._config = config
-        self._device = torch.device(spec.device)
+        # With its number, as torch.cuda.set_device wants it.
+        self._device = torch.device("cuda:0" if spec.device == "cuda" else spec.device)
         self.activation_dtype = activation_dtype(spec.dtype, self._device)
+        self.plan_of_memory = self._plan_memory(spec, config, group)
+        self.num_pages = self.plan_of_memory.num_pages if self.plan_of_memory else spec.num_pages
         placement = Placement(group.rank, group.size, spec.dtype, self._device)
-        with torch.inference_mode(), Checkpoint(spec.model_dir) as checkpoint:
-            weights = load_weights(checkpoint, config, placement, progress)
-            self._decoder = Decoder(config, weights, group, self.activation_dtype)
-            heads = weights.heads
-            shape = (2 * config.num_layers, spec.num_pages, spec.page_size, heads.key_value, heads.dim)
-            try:
-                # Zeros, not garbage: masked-out slots must hold finite values.
-                pages = torch.zeros(shape, dtype=self.activation_dtype, device=self._device)
-            except (RuntimeError, MemoryError) as error:
-                size = 2 * config.num_layers * spec.num_pages * spec.page_size * heads.key_value * heads.dim
-                raise ConfigError(
-                    f"no memory for {spec.num_pages} KV pages of {spec.page_size} tokens "
-                    f"({size * self.activation_dtype.itemsize / 2**30:.1f} GiB on {spec.device}); "
-                    "lower --kv-tokens"
-                ) from error
-            self._staging = torch.zeros(
-                2 * config.num_layers,
-                spec.max_rows,
-                heads.key_value,
-                heads.dim,
-                dtype=self.activation_dtype,
-                device=self._device,
-            )
-            row = heads.key_value * heads.dim
-            self._pages = pages.unbind(0)
-            self._page_rows = pages.view(2 * config.num_layers, spec.num_pages * spec.page_size, row)
-            self._staged_rows = self._staging.view(2 * config.num_layers, spec.max_rows, row)
-            # No session can be longer than the whole pool, so rotary rows past it are never read.
-            positions = min(config.max_position_embeddings, spec.num_pages * spec.page_size)
-            self._settings = BatchSettings(
+        source = open_weights(spec.model_dir, spec.load_format, dtype=spec.dtype, device=self._device)
+        with torch.inference_mode(), source:
+            weights = load_weights(source, config, placement, progress)
+            decoder = Decoder(config, weights, group, self.activation_dtype)
+            memory = allocate(
+                config,
+                weights.heads,
+                num_pages=self.num_pages,
                 page_size=spec.page_size,
-                windows=tuple(dict.fromkeys(config.windows)),
+                max_rows=spec.max_rows,
                 dtype=self.activation_dtype,
                 device=self._device,
-                one_part=spec.deterministic,
-                rotary=rotary_tables(
-                    head_dim=config.head_dim,
-                    theta=config.rope_theta,
-                    max_position=positions + spec.max_rows,
-                    scaling=config.rope_scaling,
-                    trained_position=config.trained_positions,
-                    dtype=self.activation_dtype,
-                    device=self._device,
-                ),
             )
+            if uses_kernels(self._device, self.activation_dtype):
+                self._pass: HostPass | DevicePass = DevicePass(
+                    config,
+                    decoder,
+                    memory,
+                    group,
+                    heads=weights.heads,
+                    first_token=weights.first_token,
+                    vocab_rows=weights.embedding.shape[0],
+                    device=self._device,
+                    dtype=self.activation_dtype,
+                    simulated=spec.simulated,
+                    graphs=spec.cuda_graphs,
+                )
+            else:
+                self._pass = HostPass(
+                    config,
+                    decoder,
+                    memory,
+                    group,
+                    device=self._device,
+                    dtype=self.activation_dtype,
+                    simulated=spec.simulated,
+                    one_part=spec.deterministic,
+                )
 
-    @torch.inference_mode()
-    def run(self, step: Step, taps: Taps) -> StepOutput:
-        """One forward. Logits are filled on rank 0 only (elsewhere [0, vocab]); staging holds the step's K/V
-        after it."""
-        inputs = prepare(step, self._settings)
-        logits, captured = self._decoder.forward(
-            inputs, self._staging, self._pages, taps, want_logits=step.logit_rows.numel() > 0
+    def _plan_memory(self, spec: ShardSpec, config: ModelConfig, group: Group) -> MemoryPlan | None:
+        """The same on every rank, from what all of them found. Before anything is allocated."""
+        if spec.rules is None or self._device.type != "cuda":
+            return None
+        free, total = torch.cuda.mem_get_info(self._device)
+        found = [Gpu(total=row[0], free=row[1]) for row in group.exchange((total, free))]
+        needs = needs_of(
+            config, spec.rules, ranks=group.size, dtype=self.activation_dtype, max_rows=spec.max_rows
         )
-        if logits is None:
-            logits = torch.empty(0, self._config.vocab_size, device=self._device)
-        return StepOutput(logits, captured)
+        return plan_memory(needs, found, spec.rules, page_size=spec.page_size)
+
+    def plan(self, step: Step, taps: Taps, ring: torch.Tensor | None) -> Step:
+        """On rank 0, before the others are told: `step` with what all ranks must do alike."""
+        return self._pass.plan(step, taps, ring)
+
+    def examples(self) -> list[Step]:
+        """Steps to run twice after a change of taps or ring, so that no request waits for a capture."""
+        return self._pass.examples()
+
+    @property
+    def captures(self) -> bool:
+        """Whether a pass's first two runs cost more than the further ones."""
+        return isinstance(self._pass, DevicePass)
 
     @torch.inference_mode()
-    def commit(self, commit: Commit) -> None:
-        """Copy staged rows into pages, all layers at once."""
-        rows, slots = commit.rows.to(self._device), commit.slots.to(self._device)
-        self._page_rows.index_copy_(1, slots, self._staged_rows.index_select(1, rows))
+    def run(self, step: Step, taps: Taps, ring: torch.Tensor | None = None) -> StepOutput:
+        """One step, from the forward to the commit. Logits and choices are filled on rank 0 only (elsewhere
+        [0, vocab], none)."""
+        return self._pass.run(step, taps, ring)
+
+    def close(self) -> None:
+        """Drop what holds on to the group's collectives; before the group itself ends."""
+        self._pass.close()

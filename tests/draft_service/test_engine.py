@@ -15,7 +15,7 @@ from tiny_drafters import VOCAB, layout
 from draft_service.ingest import LazyLimits
 from draft_service.selfcheck import AcceptanceMonitor
 from specbridge.errors import CapacityError, InvalidRequest, NotReady, Stale, Unavailable, Unsupported
-from specbridge.rounds import DraftOpen, DraftResultKind, Propose, SamplingParams
+from specbridge.rounds import DraftOpen, DraftResultKind, Propose, SamplingParams, SessionKey
 
 Make = Callable[..., Bench]
 
@@ -378,6 +378,13 @@ def test_another_target_voids_all_that_came_from_the_old_one(bench: Make) -> Non
     b.chunk(1, one, 42, 44)
     b.chunk(1, one, 0, 44)
     same(b.propose(1, one, 44).tree, b.expected(one, 44))
+    # Nor is a context kept in which rows may be that the target never sent.
+    b.engine.on_rows_spoilt("the target wrote over chunks that were being read")
+    b.settle()
+    assert b.count("rows_spoilt_total") == 1 and b.count("target_changes_total") == 1
+    assert b.channel.recaptures[-3:] == [(key(number), 0, "restart") for number in (1, 3, 4)]
+    b.chunk(1, one, 0, 44)
+    same(b.propose(1, one, 44).tree, b.expected(one, 44))
 
 
 def test_new_sessions_are_refused_while_draining(bench: Make) -> None:
@@ -577,6 +584,21 @@ def test_bad_input_is_named_and_spoils_nothing_else(bench: Make) -> None:
     )
     errors = [r.error for r in b.results(3)]
     assert [type(e) for e in errors if e] == [InvalidRequest, InvalidRequest]
+
+
+def test_refused_proposals_of_a_batch_are_one_answer(bench: Make) -> None:
+    b = bench()
+    b.send(proposes=tuple(Propose(key(n), 1, 1, 4, 4) for n in range(100)))
+    reply = b.replies.get(timeout=10)
+    assert len(reply.results) == 100 and all(isinstance(r.error, Stale) for r in reply.results)
+
+
+def test_a_session_of_no_gateway_is_refused(bench: Make) -> None:
+    b = bench()
+    b.send(opens=(DraftOpen(SessionKey(b"short", 1), (1, 2), 2, SamplingParams()),))
+    [result] = b.results(1)
+    assert isinstance(result.error, InvalidRequest) and "gateway id has 5 bytes" in str(result.error)
+    assert b.count("sessions") == 0
 
 
 def test_what_waits_at_the_end_is_answered(bench: Make) -> None:

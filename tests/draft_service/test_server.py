@@ -17,6 +17,7 @@ import torch
 from channel_peers import ChannelTarget
 from draft_bench import hidden_states, key, text
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from tiny import make_drafter, make_target
 from tiny_drafters import HIDDEN, TARGET_LAYERS, VOCAB, layout
 
 from draft_service.config import DraftSettings
@@ -26,6 +27,7 @@ from draft_service.server import DraftServicer, TargetLink, drain
 from protos import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2
 from specbridge import wire
 from specbridge.channel.base import ChannelLayout
+from specbridge.cli import main
 from specbridge.errors import NotReady
 from specbridge.rounds import (
     DraftInfo,
@@ -300,3 +302,27 @@ def test_a_process_serves_and_ends_on_sigterm(tmp_path: Path, build: Callable[..
             assert process.wait(timeout=30) == 0
         finally:
             process.kill()
+
+
+def test_a_folder_that_is_no_drafter_is_named_with_the_fix(
+    tmp_path: Path, build: Callable[..., Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    target = str(build(layout("z-lab"), dtype=torch.float32).target_folder)
+    words = ["draft", "--target", target, "--draft", target, "--metrics-port=-1", "--device=cpu"]
+    assert main([*words, f"--listen=unix:{tmp_path}/draft.sock"]) == 2
+    errors = capfd.readouterr().err
+    assert f"--draft {target} is no DFlash drafter" in errors and "--no-draft" in errors
+    assert "Traceback" not in errors
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_gpu_that_is_not_there_is_named_with_the_fix(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    target = make_target(tmp_path / "target", dtype=torch.float32)
+    draft = make_drafter(tmp_path / "draft", dtype=torch.float32)
+    for service in (["target"], ["draft", "--draft", str(draft)]):
+        assert main([*service, "--target", str(target), "--device=cuda", "--metrics-port=-1"]) == 2
+        errors = capfd.readouterr().err
+        assert "--device cuda needs GPU 0" in errors and "use --device cpu (or auto)" in errors
+        assert "Traceback" not in errors

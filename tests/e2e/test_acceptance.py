@@ -55,7 +55,7 @@ def test_chain_and_tree_accept_what_the_reference_accepts(model_folder: Path) ->
     means: list[float] = []
     with real_product(model_folder) as product:
         for rule, budget in (("chain", None), ("tree", TREE)):
-            product.proposer.limit_top_k(1 if budget is None else None)
+            product.trees.limit_top_k(1 if budget is None else None)
             run = product.run(requests, budget=budget or product.horizon)
             assert not run.recorder.fallbacks
             ours: list[list[int]] = []

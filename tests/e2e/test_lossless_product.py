@@ -189,15 +189,15 @@ def test_the_target_as_its_own_drafter_is_always_right_through_the_shared_noise(
     def run(noise_of: str) -> Run:
         requests = [request_for(p, sampling, seed=7 + i, max_tokens=count) for i, p in enumerate(prompts)]
         script = target_itself(texts, logits)
-        product.proposer.limit_top_k(1)
-        real = product.proposer._noise
+        product.trees.limit_top_k(1)
+        real = product.trees.noise
         try:
             if noise_of == "a position late":
-                product.proposer._noise = lambda session, depth: _late(real(session, depth + 1))  # type: ignore[method-assign]
+                product.trees.noise = lambda session, depth: _late(real(session, depth + 1))  # type: ignore[method-assign]
             return product.run(requests, budget=product.horizon, script=script)
         finally:
-            product.proposer.limit_top_k(None)
-            product.proposer._noise = real  # type: ignore[method-assign]
+            product.trees.limit_top_k(None)
+            product.trees.noise = real  # type: ignore[method-assign]
 
     shared = run("the same")
     nothing_fell_back(shared)

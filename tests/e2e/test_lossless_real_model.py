@@ -110,7 +110,7 @@ def test_same_text_with_and_without_speculation(
     plain = bench.plain(sampling)
     chosen = range(9) if count == 9 else [(budget // 7) % SINGLE]
     requests = [request_for(bench.prompts[i], params, seed=i, max_tokens=tokens_of(i)) for i in chosen]
-    bench.product.proposer.limit_top_k(1 if drafter == "chain" else None)
+    bench.product.trees.limit_top_k(1 if drafter == "chain" else None)
     run = bench.product.run(
         requests, budget=budget, script=swapped if drafter == "swapped" else None, max_verify_rows=ROWS
     )

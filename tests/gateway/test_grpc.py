@@ -24,7 +24,7 @@ from gateway.completion import Phase
 from gateway.config import GatewaySettings
 from gateway.server import GENERATION, grpc_server, serve
 from protos import common_pb2, gateway_pb2, gateway_pb2_grpc
-from specbridge.errors import CapacityError, ConfigError, InvalidRequest, Stale, Unavailable
+from specbridge.errors import CapacityError, ConfigError, DeadlineExceeded, InvalidRequest, Stale, Unavailable
 from specbridge.rounds import FinishReason
 from specbridge.server import channel_options
 from specbridge.settings import load
@@ -114,6 +114,7 @@ async def test_parameters_left_out_take_the_models_defaults_and_given_ones_arriv
         (CapacityError("the queue is full"), grpc.StatusCode.RESOURCE_EXHAUSTED),
         (InvalidRequest("top_p is 3"), grpc.StatusCode.INVALID_ARGUMENT),
         (Unavailable("no target"), grpc.StatusCode.UNAVAILABLE),
+        (DeadlineExceeded("too slow"), grpc.StatusCode.DEADLINE_EXCEEDED),
         (Stale("old"), grpc.StatusCode.FAILED_PRECONDITION),
         (RuntimeError("oops"), grpc.StatusCode.INTERNAL),
     ],

@@ -127,6 +127,7 @@ async def test_stream_options_of_guidellm_are_tolerated(surface: Surface) -> Non
         ({"stop_token_ids": [10**6]}, "stop_token_ids", "1000000"),
         ({"max_tree_nodes": -1}, "max_tree_nodes", "max_tree_nodes is -1"),
         ({"messages": []}, "messages", "messages"),
+        ({"messages": [{"role": "user", "content": ""}] * 20_001}, "messages", "20000"),
         ({"messages": "hi"}, "messages", "messages"),
         ({"messages": [{"role": "user"}]}, "messages", "no content"),
         (
@@ -187,6 +188,43 @@ async def test_more_stop_ids_than_the_target_takes_are_refused_here(surface: Sur
     refused = await post(surface, stop_token_ids=[1] * 257)
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "stop_token_ids"
     assert "257" in refused.json()["error"]["message"]
+
+
+async def test_a_text_that_can_not_fit_is_refused_before_it_is_tokenised(
+    surface: Surface, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokenising tens of megabytes takes the better part of a minute."""
+    assert surface.scheduler.info is not None
+    most = surface.scheduler.info.max_length * surface.tokenizer.longest_token
+    monkeypatch.setattr(type(surface.tokenizer), "encode", lambda *_, **__: pytest.fail("was tokenised"))
+    long = "x" * (most + 1)
+    for path, fields, param in (
+        (PLAIN, {"prompt": long}, "prompt"),
+        (CHAT, {"messages": [{"role": "user", "content": long}]}, "messages"),
+    ):
+        error = error_of(await post(surface, path, **fields))
+        assert (error["param"], error["code"]) == (param, "context_length_exceeded")
+        assert f"{most} at most" in error["message"]
+
+
+async def test_null_is_as_good_as_absent(surface: Surface) -> None:
+    for path in (CHAT, PLAIN):
+        await post(surface, path)
+        absent = surface.scheduler.request
+        names = (
+            "max_tokens",
+            "min_tokens",
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "stop",
+            "stop_token_ids",
+        )
+        response = await post(surface, path, **dict.fromkeys(names))
+        assert response.status_code == 200, response.text
+        request = surface.scheduler.request
+        assert (request.stop, request.sampling) == (absent.stop, absent.sampling)
 
 
 async def test_a_seed_is_drawn_reported_and_survives_doubles(surface: Surface) -> None:

@@ -1,8 +1,8 @@
 """Both ends of a hidden-state channel for tests: in this process, or as a process of their own.
 
-As a script: `channel_peers.py consumer ADDRESS TRANSPORT FILE [hold]` attaches, writes one JSON line for each
-chunk to FILE and acknowledges it, unless told to hold. `channel_peers.py producer ADDRESS` serves, and prints
-a line once it has offered memory.
+As a script: `channel_peers.py consumer ADDRESS TRANSPORT FILE [hold] [cuda:N]` attaches, writes one JSON line
+for each chunk to FILE and acknowledges it, unless told to hold. `channel_peers.py producer ADDRESS` serves,
+and prints a line once it has offered memory.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class ChannelDraft:
         import torch
 
         self.chunks.append(chunk)
-        self.data.append(chunk.rows.clone().view(torch.uint8).numpy().tobytes())
+        self.data.append(chunk.rows.cpu().view(torch.uint8).numpy().tobytes())
         if not self.hold:
             assert chunk.valid()
             self.client.ack([chunk.chunk_id])
@@ -143,7 +143,7 @@ def fill(
     rows = target.channel.rows(reservation)
     values = torch.randn(count, rows.shape[1], generator=torch.Generator().manual_seed(seed))
     rows[:count].copy_(values)
-    data = rows[:count].clone().view(torch.uint8).numpy().tobytes()
+    data = rows[:count].cpu().view(torch.uint8).numpy().tobytes()
     assert target.channel.publish(
         reservation,
         session=KEY,
@@ -155,8 +155,8 @@ def fill(
     return data
 
 
-async def consume(address: str, transport: str, path: str, hold: bool) -> None:
-    async with ChannelDraft(address, transports=[transport], hold=hold) as draft:
+async def consume(address: str, transport: str, path: str, *, hold: bool, device: str) -> None:
+    async with ChannelDraft(address, transports=[transport], hold=hold, device=device) as draft:
         with Path(path).open("a") as out:
             for seen in itertools.count():
                 await until(lambda seen=seen: len(draft.chunks) > seen, timeout=60.0)
@@ -193,7 +193,8 @@ async def produce(address: str) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "consumer":
-        asyncio.run(consume(sys.argv[2], sys.argv[3], sys.argv[4], "hold" in sys.argv[5:]))
+        gpus = [word for word in sys.argv[5:] if word.startswith("cuda")]
+        asyncio.run(consume(*sys.argv[2:5], hold="hold" in sys.argv[5:], device=[*gpus, "cpu"][0]))
     else:
         asyncio.run(produce(sys.argv[2]))
 

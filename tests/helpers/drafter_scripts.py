@@ -1,4 +1,4 @@
-"""Drafters that know the text: scripts for `product.ScriptedProposer`."""
+"""Drafters that know the text: scripts for `product.ScriptedTrees`."""
 
 from __future__ import annotations
 

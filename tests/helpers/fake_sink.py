@@ -9,12 +9,22 @@ from dataclasses import dataclass
 
 import torch
 
+from specbridge.channel.ring import Ring, Span
 from specbridge.rounds import SessionKey
 
 
 @dataclass(eq=False)
 class SinkReservation:
-    buffer: torch.Tensor
+    ring: torch.Tensor
+    span: Span
+
+    @property
+    def first_slot(self) -> int:
+        return self.span.first
+
+    @property
+    def count(self) -> int:
+        return self.span.count
 
 
 @dataclass(frozen=True)
@@ -34,25 +44,32 @@ class FakeSink:
         self.ring_slots = slots
         self.width = width
         self.dtype = dtype
-        self.used = 0
+        self.ring: torch.Tensor | None = torch.full((slots, width), float("nan"), dtype=dtype)
         self.hold = False
+        self._slots = Ring(slots)
+        self._published: list[Span] = []
         self.open: set[SinkReservation] = set()
         self.chunks: list[SinkChunk] = []
+        self.marks = 0
 
     @property
-    def ring_used(self) -> int:
-        return self.used
+    def used(self) -> int:
+        return self._slots.used
+
+    ring_used = used
 
     def reserve(self, rows: int) -> SinkReservation | None:
-        if not self.attached or self.hold or self.used + rows > self.ring_slots:
+        span = None if not self.attached or self.hold else self._slots.reserve(rows)
+        if span is None:
             return None
-        self.used += rows
-        reservation = SinkReservation(torch.full((rows, self.width), float("nan"), dtype=self.dtype))
+        assert self.ring is not None
+        self.ring[span.first : span.first + rows] = float("nan")
+        reservation = SinkReservation(self.ring, span)
         self.open.add(reservation)
         return reservation
 
-    def rows(self, reservation: SinkReservation) -> torch.Tensor:
-        return reservation.buffer
+    def mark_written(self) -> None:
+        self.marks += 1
 
     def publish(
         self,
@@ -65,20 +82,21 @@ class FakeSink:
         anchor: int | None,
     ) -> bool:
         self.open.remove(reservation)
-        assert count == len(tokens) <= len(reservation.buffer)
-        self.used -= len(reservation.buffer) - count
-        self.chunks.append(
-            SinkChunk(session, first_position, tuple(tokens), anchor, reservation.buffer[:count].clone())
-        )
+        assert count == len(tokens) <= reservation.count
+        span = self._slots.trim(reservation.span, count)
+        self._published.append(span)
+        rows = reservation.ring[span.first : span.first + count].clone()
+        self.chunks.append(SinkChunk(session, first_position, tuple(tokens), anchor, rows))
         return True
 
     def cancel(self, reservation: SinkReservation) -> None:
         self.open.remove(reservation)
-        self.used -= len(reservation.buffer)
+        self._slots.free(reservation.span)
 
     def ack(self) -> None:
         """Everything published has been read."""
-        self.used = sum(len(r.buffer) for r in self.open)
+        while self._published:
+            self._slots.free(self._published.pop())
 
     def context_of(self, key: SessionKey, start: int = 0) -> list[int]:
         """Tokens the draft's context holds from `start` on; asserts that chunks follow each other without a

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from specbridge import wire
+from specbridge.channel.ring import Ring, Span
 from specbridge.errors import Unavailable
 from specbridge.rounds import DraftInfo, SessionKey
 
@@ -158,6 +159,8 @@ class InProcessDraftClient(_InProcessClient):
             instance=self._instance,
             channel_transport=channel.transport,
             attached=channel.attached,
+            dummy_weights=self._loaded.dummy_weights,
+            simulated_acceptance=self._loaded.simulated_acceptance,
         )
 
 
@@ -177,8 +180,13 @@ class _Chunk:
 
 @dataclass
 class _Reservation:
-    rows: Any
-    count: int
+    ring: Any
+    spans: Ring
+    span: Span
+
+    @property
+    def first_slot(self) -> int:
+        return self.span.first
 
 
 @dataclass(frozen=True)
@@ -197,9 +205,10 @@ class InProcessChannel:
 
     def __init__(self, *, slots: int = 4096) -> None:
         self.slots = slots
-        self._used = 0
+        self._spans = Ring(slots)
+        self.ring: Any = None
         self._lock = threading.Lock()
-        self._outstanding: dict[int, int] = {}
+        self._outstanding: dict[int, tuple[Ring, Span]] = {}
         self._next = 1
         self._target: Any = None
         self._draft: Any = None
@@ -210,8 +219,13 @@ class InProcessChannel:
         config = loaded.config
         self._target, self._draft = target, loaded.engine
         self._layout = target.prepare_taps(config.target_layer_ids, config.normed_last_layer)
+        import torch
+
         with self._lock:
-            self._used, self._attached = 0, True
+            self._spans = Ring(self.slots)
+            dtype = getattr(torch, self._layout.dtype)
+            self.ring = torch.empty(self.slots, self._layout.row_width, dtype=dtype)
+            self._attached = True
             self._outstanding.clear()
         target.channel_attached("in_process", "a test")
         self._draft.connect(self)
@@ -233,20 +247,16 @@ class InProcessChannel:
 
     @property
     def ring_used(self) -> int:
-        return self._used
+        return self._spans.used
 
     def reserve(self, rows: int) -> _Reservation | None:
-        import torch
+        if not self._attached:
+            return None
+        span = self._spans.reserve(rows)
+        return None if span is None else _Reservation(self.ring, self._spans, span)
 
-        with self._lock:
-            if not self._attached or self._used + rows > self.slots:
-                return None
-            self._used += rows
-        dtype = getattr(torch, self._layout.dtype)
-        return _Reservation(torch.empty(rows, self._layout.row_width, dtype=dtype), rows)
-
-    def rows(self, reservation: _Reservation) -> Any:
-        return reservation.rows
+    def mark_written(self) -> None:
+        """Nothing here runs ahead of the host."""
 
     def publish(
         self,
@@ -258,22 +268,23 @@ class InProcessChannel:
         tokens: Sequence[int],
         anchor: int | None,
     ) -> None:
+        span = reservation.spans.trim(reservation.span, count)
         with self._lock:
             chunk_id, self._next = self._next, self._next + 1
-            self._used -= reservation.count - count
-            self._outstanding[chunk_id] = count
-        rows = reservation.rows[:count].clone()
+            self._outstanding[chunk_id] = (reservation.spans, span)
+        rows = reservation.ring[span.first : span.first + count].clone()
         self._draft.on_chunk(_Chunk(chunk_id, session, first_position, count, tuple(tokens), anchor, rows))
 
     def cancel(self, reservation: _Reservation) -> None:
-        with self._lock:
-            self._used -= reservation.count
+        reservation.spans.free(reservation.span)
 
     # Channel, on the draft's thread
     def ack(self, chunk_ids: Sequence[int]) -> None:
         with self._lock:
             for chunk_id in chunk_ids:
-                self._used -= self._outstanding.pop(chunk_id, 0)
+                if chunk_id in self._outstanding:
+                    spans, span = self._outstanding.pop(chunk_id)
+                    spans.free(span)
 
     def recapture(self, session: SessionKey, first: int, cause: str) -> None:
         self._target.request_recapture(session, first, cause)
@@ -281,8 +292,7 @@ class InProcessChannel:
     @property
     def in_use(self) -> int:
         """Rows reserved or not acknowledged."""
-        with self._lock:
-            return self._used
+        return self._spans.used
 
 
 class Product:
@@ -315,8 +325,8 @@ class Product:
         from prometheus_client import CollectorRegistry
 
         from target_service.config import TargetSettings
+        from target_service.loading import load_engine
         from target_service.metrics import TargetMetrics
-        from target_service.server import load_engine
 
         settings = TargetSettings(target=str(self._folders[0]), **self._target_settings)
         self.target_metrics = TargetMetrics(CollectorRegistry())

@@ -5,9 +5,9 @@ by a HiddenStates stream over gRPC on a Unix socket, and runs the gateway's Sche
 whose messages go through the wire types. Only the Rounds streams' sockets and process borders are missing. It
 owns an event loop on a thread, so that tests stay plain functions.
 
-`ScriptedProposer` is the draft's own proposer with a hook behind the drafter: a script sees the real logits
-and may replace them, which is how oracles and adversaries get in. Appends, context, noise and tree build stay
-the real ones.
+`ScriptedTrees` is the draft's own tree growing with a hook behind the drafter: a script sees the real
+logits and may replace them, which is how oracles and adversaries get in. Appends, context, noise and tree
+build stay the real ones.
 """
 
 from __future__ import annotations
@@ -30,8 +30,11 @@ from scheduler_harness import Collected, Recorder, collect
 
 from draft_service import loading
 from draft_service.config import DraftSettings
+from draft_service.context_cache import ContextCache
+from draft_service.drafter import Drafter
+from draft_service.host_trees import Ask, HostTrees
 from draft_service.metrics import DraftMetrics
-from draft_service.proposer import Ask, Proposer
+from draft_service.proposer import Proposer
 from draft_service.server import DraftServicer, TargetLink
 from gateway.generation import GenerationRequest
 from gateway.limits import SchedulerLimits
@@ -40,8 +43,9 @@ from protos import target_pb2_grpc
 from specbridge.rounds import SamplingParams, StopParams
 from specbridge.server import Server
 from target_service.config import TargetSettings
+from target_service.loading import load_engine
 from target_service.metrics import TargetMetrics
-from target_service.server import TargetServicer, connect_channel, load_engine
+from target_service.server import TargetServicer, connect_channel
 
 Script = Callable[[Sequence[Ask], torch.Tensor], torch.Tensor]
 """(asks, the drafter's logits [asks, depth, vocab]) -> logits to grow trees from. On the draft's thread."""
@@ -51,18 +55,18 @@ PROPOSE_WAIT_S = 10.0
 START_S = 20.0
 
 
-class ScriptedProposer(Proposer):
-    """The real proposer; see the module."""
+class ScriptedTrees(HostTrees):
+    """The real thing; see the module."""
 
     script: Script | None = None
 
-    def _pass(self, asks: Sequence[Ask]) -> torch.Tensor:
-        logits = super()._pass(asks)
+    def logits(self, asks: Sequence[Ask]) -> torch.Tensor:
+        logits = super().logits(asks)
         return logits if self.script is None else self.script(asks, logits)
 
     def limit_top_k(self, top_k: int | None) -> None:
         """1 makes every tree a chain."""
-        self._top_k = top_k
+        self.top_k = top_k
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,9 +172,13 @@ class LiveProduct:
             lambda: loaded.engine.channel_state.attached and engine.info().channel_transport != "none"
         )
 
-    def _make_proposer(self, *args: Any, **kwargs: Any) -> ScriptedProposer:
-        self.proposer = ScriptedProposer(*args, **kwargs)
-        return self.proposer
+    def _make_proposer(self, drafter: Drafter, cache: ContextCache, **options: Any) -> Proposer:
+        proposer = Proposer(drafter, cache, **options)
+        self.trees = ScriptedTrees(
+            drafter, cache.pages, top_k=options["top_k"], simulation=options["simulation"]
+        )
+        proposer.trees = self.trees
+        return proposer
 
     async def _stop(self) -> None:
         for cleanup in reversed(self._cleanups):
@@ -212,7 +220,7 @@ class LiveProduct:
                 **limits,
             }
         )
-        self.proposer.script = script
+        self.trees.script = script
         recorder = Recorder()
         texts = self._await(self._run(requests, numbers, recorder, timeout_s))
         recorder.reconcile()

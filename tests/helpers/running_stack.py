@@ -61,6 +61,11 @@ class RunningStack:
                 samples[name] = float(value)
         return samples
 
+    def draft_connected(self) -> bool:
+        """Whether the gateway has a stream to the draft."""
+        samples = self.metrics("gateway")
+        return any(v for k, v in samples.items() if k.endswith('service_connected{service="draft"}'))
+
     def total(self, service: str, name: str) -> float:
         """Sum of a metric over its labels."""
         pattern = re.compile(re.escape(name) + r"(\{.*\})?$")
@@ -98,6 +103,8 @@ def running_stack(*flags: str, timeout_s: float = 120.0) -> Iterator[RunningStac
 
         try:
             wait_for(healthy, timeout_s, "/health 200")
+            if "--no-draft" not in flags:  # health does not wait for it: streams go without
+                wait_for(stack.draft_connected, timeout_s, "a stream to the draft")
             yield stack
         except BaseException:
             print(stack.log()[-8000:])

@@ -14,6 +14,7 @@ import tokenizers
 from prometheus_client import CollectorRegistry
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
+from gateway.admission import check_request
 from gateway.completion import CompletionService, Phase
 from gateway.generation import GenerationRequest, SpecStats, TokenEvent
 from gateway.http import HttpServer
@@ -202,6 +203,8 @@ class FakeScheduler:
     def generate(self, request: GenerationRequest) -> FakeGeneration:
         if self.refuse is not None:
             raise self.refuse
+        if self.info is not None:
+            check_request(request, self.info)
         self.generations.append(FakeGeneration(self, request, self.script))
         return self.generations[-1]
 

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
+from specbridge.rounds import SamplingParams
 from target_service.runner import Runner
-from target_service.step import Commit, Segment, Step, StepOutput
+from target_service.sampling import ChoiceRule, RowGroup
+from target_service.step import NO_SLOT, Segment, Step, StepOutput
 
 VOCAB = 101
 PAGE = 4
@@ -86,7 +88,17 @@ def slots(pages: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
     return torch.tensor([pages[p // PAGE] * PAGE + p % PAGE for p in positions], dtype=torch.int64)
 
 
-def chain_step(tokens: Sequence[int], context: int, pages: Sequence[int], *, logits: str = "all") -> Step:
+GREEDY = ChoiceRule(SamplingParams())
+
+
+def chain_step(
+    tokens: Sequence[int],
+    context: int,
+    pages: Sequence[int],
+    *,
+    logits: str = "all",
+    commit: bool = False,
+) -> Step:
     """A prefill chunk of one session. logits: all, last or none."""
     n = len(tokens)
     wanted = {"all": list(range(n)), "last": [n - 1], "none": []}[logits]
@@ -95,6 +107,7 @@ def chain_step(tokens: Sequence[int], context: int, pages: Sequence[int], *, log
         torch.arange(context, context + n),
         (Segment(0, n, context, tuple(pages)),),
         torch.tensor(wanted, dtype=torch.int64),
+        slots=slots(pages, range(context, context + n)) if commit else None,
     )
 
 
@@ -113,21 +126,26 @@ def feed(
         part = tokens[position : position + size]
         if not len(part):
             break
-        outputs.append(runner.forward(chain_step(part, context + position, pages)))
-        rows = range(len(part))
-        at = slots(pages, [context + position + r for r in rows])
-        runner.commit(Commit(torch.arange(len(part)), at))
+        outputs.append(kept(runner.run(chain_step(part, context + position, pages, commit=True))))
         position += len(part)
     return outputs
 
 
+def kept(output: StepOutput) -> StepOutput:
+    """A copy that later steps don't overwrite."""
+    taps = None if output.taps is None else output.taps.clone()
+    return StepOutput(output.logits.clone(), taps, output.choices)
+
+
 def tree_step(
-    trees: Sequence[tuple[Sequence[int], Sequence[int], int, Sequence[int]]],
+    trees: Sequence[tuple[Sequence[int], Sequence[int], int, Sequence[int]]], *, commit: bool = False
 ) -> Step:
-    """Several sessions' trees: (tokens with the anchor first, parents, context length, pages) each."""
+    """Several sessions' trees, greedy: (tokens with the anchor first, parents, context length, pages)
+    each."""
     tokens: list[int] = []
     positions: list[int] = []
     segments = []
+    at: list[torch.Tensor] = []
     for ids, parents, context, pages in trees:
         depths: list[int] = []
         for parent in parents:
@@ -135,9 +153,34 @@ def tree_step(
         segments.append(Segment(len(tokens), len(ids), context, tuple(pages), tuple(parents)))
         tokens += ids
         positions += [context + d for d in depths]
+        at.append(slots(pages, [context + d for d in depths]) if commit else torch.full((len(ids),), NO_SLOT))
     return Step(
         torch.tensor(tokens),
         torch.tensor(positions),
         tuple(segments),
         torch.arange(len(tokens), dtype=torch.int64),
+        slots=torch.cat(at) if commit else None,
+        groups=(RowGroup(GREEDY, 0, [p + 1 for p in positions]),),
     )
+
+
+def accepted_tree(
+    runner: Runner,
+    ids: Sequence[int],
+    parents: Sequence[int],
+    context: int,
+    pages: Sequence[int],
+    path: Sequence[int],
+) -> list[int]:
+    """`ids` with other tokens along `path` (from the anchor, row 0, on): those that the model chooses there,
+    so that the walk accepts exactly this path.
+    """
+    tokens = list(ids)
+    for row, child in zip(path, [*path[1:], None], strict=True):
+        choice = runner.run(tree_step([(tokens, parents, context, pages)])).choices[row]
+        if child is not None:
+            tokens[child] = choice
+        for other, parent in enumerate(parents):
+            if parent == row and other != child and tokens[other] == choice:
+                tokens[other] = (choice + 1) % VOCAB
+    return tokens

@@ -33,7 +33,7 @@ from target_service.config import Limits
 from target_service.engine import Engine, Identity
 from target_service.metrics import TargetMetrics
 from target_service.sampling import ChoiceRule, RowGroup, choose
-from target_service.step import Commit, Step, StepOutput
+from target_service.step import NO_SLOT, Segment, Step, StepOutput
 
 GATEWAY = bytes(range(16))
 
@@ -61,6 +61,7 @@ class ToyRunner:
     activation_dtype: torch.dtype = torch.float32
     fingerprint: str = "toy"
     before_forward: Callable[[Step], None] | None = None
+    spoil: Callable[[Step, torch.Tensor], None] | None = None
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(self.seed)
@@ -70,12 +71,17 @@ class ToyRunner:
         self.steps: list[Step] = []
         self.closed = False
         self.dead: Exception | None = None
-        self._staged: list[int] = []
+        self.ring: torch.Tensor | None = None
 
     def set_taps(self, layer_ids: tuple[int, ...], *, normed_last_layer: bool) -> None:
         self.taps = layer_ids
 
-    def forward(self, step: Step) -> StepOutput:
+    def set_ring(self, ring: torch.Tensor | None) -> None:
+        self.ring = ring
+
+    def warm_up(self, steps: Sequence[Step]) -> None: ...
+
+    def run(self, step: Step) -> StepOutput:
         if self.dead is not None:
             raise self.dead
         self.steps.append(step)
@@ -83,7 +89,7 @@ class ToyRunner:
             self.before_forward(step)
         tokens, positions = step.tokens.tolist(), step.positions.tolist()
         assert len(tokens) == len(positions) == sum(s.rows for s in step.segments)
-        self._staged = [kv_of(t, p) for t, p in zip(tokens, positions, strict=True)]
+        staged = [kv_of(t, p) for t, p in zip(tokens, positions, strict=True)]
         sums = [0] * len(tokens)
         for segment in step.segments:
             assert max(positions) < self.config.max_position_embeddings
@@ -96,10 +102,13 @@ class ToyRunner:
                 parent = i - 1 if segment.parents is None else segment.parents[i]
                 assert parent < i
                 above = context if parent < 0 else sums[base + parent]
-                sums[base + i] = above + self._staged[base + i]
+                sums[base + i] = above + staged[base + i]
         logits = self.table[[sums[r] % self.states for r in step.logit_rows.tolist()]]
         if not len(step.logit_rows):
             logits = self.table[:0]
+        if self.spoil is not None:
+            logits = logits.clone()
+            self.spoil(step, logits)
         taps = None
         if self.taps:
             width = len(self.taps) * self.config.hidden_size
@@ -109,13 +118,27 @@ class ToyRunner:
             ]
             taps = torch.zeros(len(tokens), width)
             taps[:, :3] = torch.tensor(rows)
-        return StepOutput(logits, taps)
+        chosen = choose(logits[: sum(len(g.positions) for g in step.groups)], step.groups).tolist()
+        after = dict(zip(step.logit_rows.tolist(), chosen, strict=False))
+        self._finish(step, tokens, staged, after, taps)
+        return StepOutput(logits, taps, tuple(chosen))
 
-    def commit(self, commit: Commit) -> None:
-        targets = commit.slots.tolist()
-        assert len(set(targets)) == len(targets)
-        for row, slot in zip(commit.rows.tolist(), targets, strict=True):
-            self.slots[slot] = self._staged[row]
+    def _finish(
+        self, step: Step, tokens: list[int], staged: list[int], after: dict[int, int], taps: Any
+    ) -> None:
+        """Commit and capture what the choices accept."""
+        targets = step.slots.tolist() if step.slots is not None else [NO_SLOT] * len(tokens)
+        written: set[int] = set()
+        for segment in step.segments:
+            rows = _accepted(segment, tokens, after)
+            for row in rows:
+                if targets[row] != NO_SLOT:
+                    assert targets[row] not in written
+                    written.add(targets[row])
+                    self.slots[targets[row]] = staged[row]
+            if segment.ring is not None and self.ring is not None:
+                for place, row in enumerate(rows[segment.ring.skip :]):
+                    self.ring[segment.ring.first_slot + place] = taps[row]
 
     def check(self) -> None:
         if self.dead is not None:
@@ -128,6 +151,22 @@ class ToyRunner:
         """[1, vocab], by definition: no pages, no trees."""
         total = sum(kv_of(t, p) for p, t in enumerate(tokens))
         return self.table[total % self.states].unsqueeze(0)
+
+
+def _accepted(segment: Segment, tokens: list[int], after: dict[int, int]) -> list[int]:
+    """Rows of the step that the choices accept, in order; all of a chain's."""
+    first, end = segment.first_row, segment.first_row + segment.rows - segment.padding
+    if segment.parents is None:
+        return list(range(first, end))
+    rows = [first]
+    while True:
+        children = [
+            first + i for i, p in enumerate(segment.parents) if first + p == rows[-1] and i < end - first
+        ]
+        taken = [row for row in children if tokens[row] == after[rows[-1]]]
+        if not taken:
+            return rows
+        rows.append(taken[0])
 
 
 def reference(

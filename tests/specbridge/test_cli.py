@@ -74,6 +74,17 @@ INCOMPATIBLE = [
     (["--tp", "2", "--deterministic"], "deterministic is not available with tp > 1"),
     (["--kv-tokens", "100", "--max-length", "4096"], "kv_tokens 100 is below max_length 4096"),
     (["--draft-timeout", "0"], "--draft-timeout"),
+    (
+        ["--draft-timeout", "inf"],
+        "--draft-timeout / SPECBRIDGE_DRAFT_TIMEOUT: Input should be a finite number",
+    ),
+    (["--draft-timeout", "nan"], "finite number (given 'nan')"),
+    (
+        ["--start-timeout", "inf"],
+        "--start-timeout / SPECBRIDGE_START_TIMEOUT: Input should be a finite number",
+    ),
+    (["--target-session-lease", "1e300"], "must be at most 1e+08"),
+    (["--kv-tokens", "99999999999"], "--kv-tokens / SPECBRIDGE_KV_TOKENS: must be at most"),
     (["--target-channel-slots", "8"], "unrecognized arguments"),
     (["--tree-budgets", "8"], "unrecognized arguments"),
     (["--target", "no such model"], "is not a folder here"),

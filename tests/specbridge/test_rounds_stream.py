@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -59,6 +60,14 @@ class Talk:
 
     async def _collect(self) -> list[TargetReply]:
         return [message async for message in self._answers]
+
+
+async def test_the_time_a_reply_waits_for_the_loop_is_known() -> None:
+    talk = Talk((1, [reply(1, (key(1), Kind.VERIFIED), timed=True)]))
+    begin = time.perf_counter_ns()
+    await talk.read(1)
+    time.sleep(0.02)
+    assert 20_000_000 <= talk.stream.since_reply() <= time.perf_counter_ns() - begin
 
 
 async def test_a_stream_without_requests_ends_at_once() -> None:

@@ -28,6 +28,8 @@ class Example(Settings):
     """A name."""
     maybe: bool | None = None
     """Left open."""
+    wait: float = Field(default=1.0, gt=0)
+    """Seconds."""
 
 
 def parse(*words: str) -> Example:
@@ -49,7 +51,8 @@ def test_flags_win_over_environment_over_defaults(monkeypatch: pytest.MonkeyPatc
 def test_every_form_of_flag_reaches_its_field() -> None:
     got = parse("--no-fast", "--no-draft", "--dtype=float32", "--name", "x", "--no-maybe")
     assert got.model_dump() == {
-        "tree_budget": 16, "dtype": "float32", "fast": False, "no_draft": True, "name": "x", "maybe": False
+        "tree_budget": 16, "dtype": "float32", "fast": False, "no_draft": True, "name": "x", "maybe": False,
+        "wait": 1.0,
     }  # fmt: skip
     with pytest.raises((SystemExit, argparse.ArgumentError)):
         parse("--no-no-draft")
@@ -79,6 +82,10 @@ def test_arguments_are_the_inverse_of_parsing() -> None:
         ({"tree_budget": -1}, r"--tree-budget .*greater than or equal to 0.*given -1"),
         ({"dtype": "int8"}, r"--dtype .*'auto' or 'float32'.*given 'int8'"),
         ({"nope": 1}, r"--nope .*given 1"),
+        ({"wait": "inf"}, r"--wait .*finite number.*given 'inf'"),
+        ({"wait": "nan"}, r"--wait .*finite number.*given 'nan'"),
+        ({"wait": 1e300}, r"--wait / SPECBRIDGE_WAIT: must be at most 1e\+08 \(given 1e\+300\)"),
+        ({"tree_budget": 2**40}, r"--tree-budget .*must be at most .*given 1099511627776"),
     ],
 )
 def test_wrong_values_are_named(values: dict[str, object], message: str) -> None:

@@ -307,6 +307,16 @@ def test_available_cpus_respects_a_container_s_quota(monkeypatch: pytest.MonkeyP
     assert process.thread_environment(processes=16)["OMP_NUM_THREADS"] == "1"
 
 
+def test_grpc_knows_the_variables_we_set_and_reads_them_after_us() -> None:
+    """An experiment that a newer gRPC has dropped is reported at import; an earlier import misses them."""
+    script = (
+        "import sys, specbridge.cli, specbridge.process; assert 'grpc' not in sys.modules\n"
+        "import os; os.environ.update(specbridge.process.rpc_environment()); import grpc"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_free_ports_differ() -> None:
     assert len({stack.free_port() for _ in range(20)}) > 1
 

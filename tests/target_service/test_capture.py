@@ -379,8 +379,6 @@ def test_a_suspension_does_not_lift_the_pause_between_recaptures() -> None:
         session,
         reserved,
         key=KEY,
-        taps=torch.zeros(10, sink.width),
-        rows=range(10),
         first=10,
         tokens=[0] * 10,
         anchor=3,

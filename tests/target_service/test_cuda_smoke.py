@@ -9,7 +9,7 @@ import tiny_models as tm
 import torch
 
 from target_service.runner import load_runner
-from target_service.step import Commit, StepOutput
+from target_service.step import StepOutput
 
 pytestmark = pytest.mark.gpu
 
@@ -31,14 +31,13 @@ def walk(folder: Path, device: str, dtype: str, tp: int = 1) -> list[StepOutput]
         first, second = tm.pages_for(40), tm.pages_for(40, 12)
         outputs = tm.feed(runner, ids(19), first, chunks=(8,))
         outputs += tm.feed(runner, ids(5), second)
-        tree = (ids(7), (-1, 0, 0, 1, 2, 2, 4), 19, first)
-        outputs.append(runner.forward(tm.tree_step([tree, (ids(3), (-1, 0, 1), 5, second)])))
-        runner.commit(
-            Commit(
-                torch.tensor([0, 2, 4, 7]), torch.cat((tm.slots(first, [19, 20, 21]), tm.slots(second, [5])))
-            )
-        )
-        outputs.append(runner.forward(tm.tree_step([(ids(1), (-1,), 22, first), (ids(1), (-1,), 6, second)])))
+        parents = (-1, 0, 0, 1, 2, 2, 4)
+        wide = tm.accepted_tree(runner, ids(7), parents, 19, first, [0, 2, 4])
+        narrow = tm.accepted_tree(runner, ids(3), (-1, 0, 1), 5, second, [0])
+        step = tm.tree_step([(wide, parents, 19, first), (narrow, (-1, 0, 1), 5, second)], commit=True)
+        outputs.append(tm.kept(runner.run(step)))
+        step = tm.tree_step([(ids(1), (-1,), 22, first), (ids(1), (-1,), 6, second)])
+        outputs.append(tm.kept(runner.run(step)))
         return [StepOutput(o.logits.cpu(), None if o.taps is None else o.taps.cpu()) for o in outputs]
 
 

@@ -94,6 +94,20 @@ def test_deferred_rows_come_in_one_chunk_once_they_are_asked_for(stream: type[St
     assert states == [[float(s.text[p]), float(p)] for p in range(len(PROMPT), s.kv_length)]
 
 
+def test_each_step_that_writes_rows_marks_them_once(stream: type[Stream]) -> None:
+    """Whether they are announced or not; a span held over steps is announced behind the mark of the last."""
+    text = stream()
+    for defer in (True, True, False):
+        before = text.sink.marks
+        text.round(defer=defer)
+        assert text.sink.marks == before + 1
+    assert not text.sink.open
+    text.sink.attached = False
+    before = text.sink.marks
+    text.round(defer=False)
+    assert text.sink.marks == before
+
+
 def test_a_full_span_is_announced_by_itself(stream: type[Stream]) -> None:
     s = stream()
     for _ in range(HOLD_ROWS):

@@ -27,7 +27,7 @@ from toy_target import (
 
 from specbridge.rounds import FinishReason, SamplingParams, SessionKey, StopParams, TargetResultKind, Verify
 from specbridge.tree import EMPTY_TREE, DraftTree
-from target_service.step import Commit, Step, StepOutput
+from target_service.step import NO_SLOT, Step, StepOutput
 
 # ---- the text -----------------------------------------------------------------------------------
 
@@ -239,7 +239,7 @@ def test_a_long_run_keeps_its_indices_in_bounds(start: Start) -> None:
     pages, width = 24, 32
     runner, engine, client = start(replace(TOY_LIMITS, num_pages=pages * width, max_length=120))
     checked = 0
-    forward, commit = runner.forward, runner.commit
+    run = runner.run
 
     def check_step(step: Step) -> StepOutput:
         nonlocal checked
@@ -249,14 +249,11 @@ def test_a_long_run_keeps_its_indices_in_bounds(start: Start) -> None:
             assert all(0 <= page < pages * width for page in segment.pages)
             checked += segment.parents is not None
         assert int(step.positions.max()) < 120 and int(step.logit_rows.numel()) <= len(step.tokens)
-        return forward(step)
+        assert step.slots is not None and len(step.slots) == len(step.tokens)
+        assert int(step.slots.min()) > NO_SLOT and int(step.slots.max()) < pages * width * 16
+        return run(step)
 
-    def check_commit(order: Commit) -> None:
-        assert int(order.slots.min()) >= 0 and int(order.slots.max()) < pages * width * 16
-        assert int(order.rows.min()) >= 0
-        commit(order)
-
-    runner.forward, runner.commit = check_step, check_commit  # type: ignore[method-assign]
+    runner.run = check_step  # type: ignore[method-assign]
     rng = random.Random(3)
     seed = 0
     while checked < 20_000:
@@ -317,7 +314,7 @@ def test_metrics_reconcile_with_what_was_delivered(start: Start) -> None:
     assert value("specbridge_target_accepted_tokens_total") == got.accepted
     assert value("specbridge_target_prefill_rows_total") == len(PROMPT) + len(PROMPT) - 32
     assert value("specbridge_target_prefix_hits_tokens_total") == 32
-    assert value("specbridge_target_kv_pages_total") == TOY_LIMITS.num_pages
+    assert value("specbridge_target_kv_pages_capacity") == TOY_LIMITS.num_pages
 
 
 def test_deterministic_steps_have_one_session_and_fixed_rows(start: Start) -> None:

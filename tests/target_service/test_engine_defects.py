@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +23,7 @@ from toy_target import (
 from specbridge.errors import InternalError, SpecBridgeError, Stale
 from specbridge.rounds import SamplingParams, SessionKey, TargetResultKind, Verify
 from target_service.engine import Engine
-from target_service.step import Step, StepOutput
+from target_service.step import Step
 
 KEYS = [SessionKey(GATEWAY, n) for n in range(8)]
 
@@ -152,18 +151,6 @@ def test_whoever_opened_a_session_on_another_stream_is_told_of_its_end(start: St
 # ---- logits that are no numbers ---------------------------------------------------------------------
 
 
-def poison(runner: Any, bad: Callable[[Step, torch.Tensor], None]) -> None:
-    forward = runner.forward
-
-    def forwarded(step: Step) -> StepOutput:
-        output = forward(step)
-        logits = output.logits.clone()
-        bad(step, logits)
-        return StepOutput(logits, output.taps)
-
-    runner.forward = forwarded
-
-
 @pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 def test_a_round_without_numbers_ends_its_session_and_no_other(
@@ -176,7 +163,7 @@ def test_a_round_without_numbers_ends_its_session_and_no_other(
     def bad(step: Step, logits: torch.Tensor) -> None:
         logits[1, 3] = number  # a node of the first session's tree
 
-    poison(runner, bad)
+    runner.spoil = bad
     reply = client.verify(
         [Verify(sick.session, len(PROMPT), chain_tree([1, 2])), Verify(well.session, 20, chain_tree([1]))]
     )
@@ -193,12 +180,11 @@ def test_a_prompt_without_numbers_ends_and_leaves_no_prefix(start: Start) -> Non
     def bad(step: Step, logits: torch.Tensor) -> None:
         logits.fill_(float("nan"))
 
-    working = runner.forward
-    poison(runner, bad)
+    runner.spoil = bad
     first = client.open(open_request(1, PROMPT))
     assert isinstance(first.error, InternalError)
     assert engine.num_sessions == 0 and engine._cache.used == 0 and engine._cache.cached == 0
-    runner.forward = working  # type: ignore[method-assign]
+    runner.spoil = None
     again = client.generate(open_request(2, PROMPT))
     assert again.cached_tokens == 0 and again.tokens == expected(runner, PROMPT)[0]
 

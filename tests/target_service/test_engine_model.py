@@ -197,7 +197,7 @@ def test_captured_hidden_states_are_those_of_a_plain_pass(folder: Path) -> None:
         step = Step(
             torch.tensor(text[:sent]), torch.arange(sent), (Segment(0, sent, 0, ()),), torch.tensor([0])
         )
-        want = plain.forward(step).taps
+        want = plain.run(step).taps
     assert want is not None
     rows = torch.cat([chunk.rows for chunk in sink.chunks])
     torch.testing.assert_close(rows, want, rtol=1e-9, atol=1e-9)
@@ -223,8 +223,8 @@ class Recorder:
     def __getattr__(self, name: str) -> object:
         return getattr(self._runner, name)
 
-    def forward(self, step: Step) -> StepOutput:
-        output = self._runner.forward(step)
+    def run(self, step: Step) -> StepOutput:
+        output = self._runner.run(step)
         (segment,) = step.segments
         self.steps.append((int(step.positions[0]), segment.pages, output.logits.clone()))
         return output

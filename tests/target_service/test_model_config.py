@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -163,15 +164,15 @@ def test_sharded_checkpoints_load_alike(tmp_path: Path) -> None:
     logits = []
     for path in (whole, split):
         with load_runner(path, device="cpu", num_pages=4, page_size=4, max_rows=8) as runner:
-            logits.append(runner.forward(tm.chain_step([1, 2, 3], 0, ())).logits)
+            logits.append(runner.run(tm.chain_step([1, 2, 3], 0, ())).logits)
     assert torch.equal(logits[0], logits[1])
 
 
 @pytest.mark.parametrize(
     "settings,message",
     [
-        ({"device": "tpu"}, "'tpu'"),
-        ({"device": "meta"}, "'meta'"),
+        ({"device": "tpu"}, "--device tpu is not known"),
+        ({"device": "meta"}, "--device meta is not known"),
         ({"dtype": "int8"}, "'int8'"),
         ({"tp": 0}, "tp is 0"),
         ({"num_pages": 0}, "num_pages is 0"),
@@ -197,19 +198,19 @@ def test_fingerprint_tells_weights_and_dtype_apart(folder: Path, tmp_path: Path)
 
 def test_steps_that_break_the_rules_are_refused(folder: Path) -> None:
     from specbridge.errors import InternalError, InvalidRequest, Unavailable
-    from target_service.step import Commit
 
     runner = load_runner(folder, device="cpu", num_pages=4, page_size=4, max_rows=4)
     with pytest.raises(InternalError, match="5 rows"):
-        runner.forward(tm.chain_step([1] * 5, 0, ()))
-    with pytest.raises(InternalError, match="staged 0 rows"):
-        runner.commit(Commit(torch.tensor([0]), torch.tensor([0])))
-    runner.forward(tm.chain_step([1, 2], 0, ()))
-    with pytest.raises(InternalError, match="row 2"):
-        runner.commit(Commit(torch.tensor([2]), torch.tensor([0])))
+        runner.run(tm.chain_step([1] * 5, 0, ()))
+    step = tm.chain_step([1, 2], 0, ())
+    with pytest.raises(InternalError, match="2 rows with 1 slots"):
+        runner.run(replace(step, slots=torch.tensor([0])))
+    runner.set_taps((0,), normed_last_layer=False)
+    with pytest.raises(InternalError, match="ring of rows of 7"):
+        runner.set_ring(torch.zeros(4, 7))
     with pytest.raises(InvalidRequest, match="layer id 3"):
         runner.set_taps((3,), normed_last_layer=False)
     runner.close()
     runner.close()
     with pytest.raises(Unavailable, match="closed"):
-        runner.forward(tm.chain_step([1], 0, ()))
+        runner.run(tm.chain_step([1], 0, ()))

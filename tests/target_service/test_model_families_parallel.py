@@ -6,8 +6,6 @@ the same over processes.
 
 from __future__ import annotations
 
-import contextlib
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,14 +13,9 @@ from typing import Any
 import pytest
 import tiny_models as tm
 import torch
+from thread_ranks import thread_ranks
 
-from target_service import step_codec
-from target_service.model.config import ModelConfig
-from target_service.model.shard import ModelShard, ShardSpec
-from target_service.parallel import RankGroup, Rendezvous, SingleRank, open_store
-from target_service.runner import Runner
-from target_service.step import Commit
-from target_service.worker import serve
+from target_service.runner import Runner, load_runner
 
 MODELS = {
     "Llama": ("llama-2kv-of-8", {}),
@@ -30,40 +23,6 @@ MODELS = {
     "Qwen3": ("qwen3-2kv-of-8", {}),
 }
 TOKENS = torch.randint(0, tm.VOCAB, (40,), generator=torch.Generator().manual_seed(0)).tolist()
-CPU = torch.device("cpu")
-
-
-class ThreadPool:
-    """Ranks 1..size-1 as threads, in the place of target_service.worker.WorkerPool."""
-
-    def __init__(self, spec: ShardSpec, config: ModelConfig, size: int) -> None:
-        store = open_store(size, 60.0)
-        rendezvous = Rendezvous(int(store.port), size)
-        self._threads = [
-            threading.Thread(target=self._work, args=(spec, config, rendezvous, rank), daemon=True)
-            for rank in range(1, size)
-        ]
-        for thread in self._threads:
-            thread.start()
-        self.group = RankGroup(rendezvous, 0, device=CPU, timeout_s=60.0, store=store)
-
-    def _work(self, spec: ShardSpec, config: ModelConfig, rendezvous: Rendezvous, rank: int) -> None:
-        group = RankGroup(rendezvous, rank, device=CPU, timeout_s=60.0)
-        serve(group.broadcast_message, ModelShard(spec, config, group))
-        group.close()
-
-    def send(self, message: torch.Tensor) -> None:
-        self.group.broadcast_message(message)
-
-    def explained(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def close(self) -> None:
-        self.send(step_codec.encode_stop())
-        for thread in self._threads:
-            thread.join(30)
-            assert not thread.is_alive()
-        self.group.close()
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -75,24 +34,26 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(params=[1, 2, 4, 8])
 def runner(request: pytest.FixtureRequest, family: tuple[Path, Any]) -> Iterator[Runner]:
-    folder, size = family[0], request.param
-    config = ModelConfig.from_folder(folder)
-    spec = ShardSpec(folder, "cpu", torch.float64, 32, tm.PAGE, 64)
-    pool: Any = None if size == 1 else ThreadPool(spec, config, size)
-    shard = ModelShard(spec, config, SingleRank() if pool is None else pool.group)
-    with Runner(config, shard, spec, "", pool) as made:
+    model = {"dtype": "float64", "num_pages": 32, "page_size": tm.PAGE, "max_rows": 64}
+    size = request.param
+    one = size == 1
+    with (
+        load_runner(family[0], device="cpu", **model)
+        if one
+        else thread_ranks(family[0], size, **model) as made
+    ):
         assert made.tp_size == size
         yield made
 
 
 def test_prompt_taps_and_an_accepted_path(runner: Runner, family: tuple[Path, Any]) -> None:
     """A prompt in chunks, then a tree of which one path is committed, then a row that sees it."""
-    prompt, tree, pages = TOKENS[:21], TOKENS[30:36], tm.pages_for(40)
+    prompt, pages, parents = TOKENS[:21], tm.pages_for(40), (-1, 0, 0, 2, 2, 4)
     runner.set_taps((0, 1), normed_last_layer=True)
     outputs = tm.feed(runner, prompt, pages, chunks=(9, 7, 1))
-    runner.forward(tm.tree_step([(tree, (-1, 0, 0, 2, 2, 4), 21, pages)]))
-    runner.commit(Commit(torch.tensor([0, 2, 4, 5]), tm.slots(pages, [21, 22, 23, 24])))
-    outputs.append(runner.forward(tm.chain_step([TOKENS[37]], 25, pages)))
+    tree = tm.accepted_tree(runner, TOKENS[30:36], parents, 21, pages, [0, 2, 4, 5])
+    runner.run(tm.tree_step([(tree, parents, 21, pages)], commit=True))
+    outputs.append(runner.run(tm.chain_step([TOKENS[37]], 25, pages)))
     text = [*prompt, tree[0], tree[2], tree[4], tree[5], TOKENS[37]]
     with torch.inference_mode():
         expected = family[1](torch.tensor([text]), output_hidden_states=True)

@@ -12,7 +12,7 @@ import tiny_models as tm
 import torch
 
 from target_service.runner import Runner, load_runner
-from target_service.step import Commit, Segment, Step
+from target_service.step import Segment, Step
 
 SINGLE = [name for name in tm.MODELS if not name.endswith(("8kv", "of-8"))]
 
@@ -95,7 +95,7 @@ def test_tree_rows_equal_their_paths(pair: Pair) -> None:
         (*step.segments, Segment(n, 11, 0, ())),
         torch.arange(n + 11),
     )
-    logits = pair.ours.forward(step).logits
+    logits = pair.ours.run(step).logits
 
     def check(row: int, tokens: list[int]) -> None:
         expected = reference(pair.theirs, tokens).logits[0, -1].float()
@@ -111,14 +111,13 @@ def test_tree_rows_equal_their_paths(pair: Pair) -> None:
 
 
 def test_committing_a_path_equals_having_fed_it(pair: Pair) -> None:
-    prompt, tree = ids(10, 8), ids(9, 9)
-    pages = tm.pages_for(40)
+    prompt, pages = ids(10, 8), tm.pages_for(40)
     tm.feed(pair.ours, prompt, pages)
-    pair.ours.forward(tm.tree_step([(tree, PARENTS, 10, pages)]))
     accepted = path_to(6)  # rows 0, 1, 3, 6: not neighbours in the tree
-    pair.ours.commit(Commit(torch.tensor(accepted), tm.slots(pages, range(10, 10 + len(accepted)))))
+    tree = tm.accepted_tree(pair.ours, ids(9, 9), PARENTS, 10, pages, accepted)
+    pair.ours.run(tm.tree_step([(tree, PARENTS, 10, pages)], commit=True))
     text = prompt + [tree[i] for i in accepted]
-    got = pair.ours.forward(tm.chain_step([5, 6], len(text), pages)).logits
+    got = pair.ours.run(tm.chain_step([5, 6], len(text), pages)).logits
     expected = reference(pair.theirs, [*text, 5, 6]).logits[0, -2:].float()
     torch.testing.assert_close(got, expected, atol=pair.atol, rtol=1e-4)
 
@@ -127,7 +126,7 @@ def test_committing_a_path_equals_having_fed_it(pair: Pair) -> None:
 def test_taps_are_the_hidden_states_after_each_layer(pair: Pair, normed: bool) -> None:
     tokens = ids(12, 10)
     pair.ours.set_taps((1, 0, 2), normed_last_layer=normed)
-    taps = pair.ours.forward(tm.chain_step(tokens, 0, (), logits="last")).taps
+    taps = pair.ours.run(tm.chain_step(tokens, 0, (), logits="last")).taps
     pair.ours.set_taps((), normed_last_layer=False)
     assert taps is not None and taps.dtype == pair.ours.activation_dtype
     states = reference(pair.theirs, tokens).hidden_states
@@ -142,27 +141,25 @@ def test_taps_are_the_hidden_states_after_each_layer(pair: Pair, normed: bool) -
         last = caught[0].reshape(12, -1)
     expected = torch.cat((states[2][0], states[1][0], last), -1)
     torch.testing.assert_close(taps, expected.to(taps.dtype), atol=pair.atol, rtol=1e-4)
-    assert pair.ours.forward(tm.chain_step(tokens, 0, ())).taps is None
+    assert pair.ours.run(tm.chain_step(tokens, 0, ())).taps is None
 
 
 def test_chosen_logit_rows_come_in_the_order_asked(pair: Pair) -> None:
     tokens = ids(12, 11)
-    every = pair.ours.forward(tm.chain_step(tokens, 0, ())).logits
+    every = pair.ours.run(tm.chain_step(tokens, 0, ())).logits
     step = tm.chain_step(tokens, 0, ())
-    some = pair.ours.forward(
-        Step(step.tokens, step.positions, step.segments, torch.tensor([7, 2, 11]))
-    ).logits
+    some = pair.ours.run(Step(step.tokens, step.positions, step.segments, torch.tensor([7, 2, 11]))).logits
     torch.testing.assert_close(some, every[[7, 2, 11]], atol=1e-5, rtol=1e-5)
-    none = pair.ours.forward(tm.chain_step(tokens, 0, (), logits="none")).logits
+    none = pair.ours.run(tm.chain_step(tokens, 0, (), logits="none")).logits
     assert none.shape == (0, tm.VOCAB)
 
 
 def test_a_step_that_is_not_committed_leaves_no_trace(pair: Pair) -> None:
     prompt, pages = ids(9, 12), tm.pages_for(40)
     tm.feed(pair.ours, prompt, pages)
-    before = pair.ours.forward(tm.chain_step([3], 9, pages)).logits.clone()
-    pair.ours.forward(tm.chain_step(ids(20, 13), 9, pages))
-    torch.testing.assert_close(pair.ours.forward(tm.chain_step([3], 9, pages)).logits, before, atol=0, rtol=0)
+    before = pair.ours.run(tm.chain_step([3], 9, pages)).logits.clone()
+    pair.ours.run(tm.chain_step(ids(20, 13), 9, pages))
+    torch.testing.assert_close(pair.ours.run(tm.chain_step([3], 9, pages)).logits, before, atol=0, rtol=0)
 
 
 def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from specbridge.errors import ConfigError, Unavailable
 from target_service import parallel, step_codec
 from target_service.runner import Runner, load_runner
-from target_service.step import Commit, Segment, Step
+from target_service.step import Segment, Step
 
 
 @pytest.fixture(scope="module")
@@ -70,11 +70,11 @@ def test_logits_and_taps_equal_transformers(ranks: tuple[Runner, Any]) -> None:
 
 def test_a_tree_commits_on_every_rank(ranks: tuple[Runner, Any]) -> None:
     runner, theirs = ranks
-    prompt, tree, pages = ids(9, 1), ids(5, 2), tm.pages_for(20, 8)
+    prompt, pages, parents = ids(9, 1), tm.pages_for(20, 8), (-1, 0, 0, 2, 3)
     tm.feed(runner, prompt, pages)
-    runner.forward(tm.tree_step([(tree, (-1, 0, 0, 2, 3), 9, pages)]))
-    runner.commit(Commit(torch.tensor([0, 2, 3]), tm.slots(pages, [9, 10, 11])))
-    got = runner.forward(tm.chain_step([7], 12, pages)).logits[0]
+    tree = tm.accepted_tree(runner, ids(5, 2), parents, 9, pages, [0, 2, 3])
+    runner.run(tm.tree_step([(tree, parents, 9, pages)], commit=True))
+    got = runner.run(tm.chain_step([7], 12, pages)).logits[0]
     text = [*prompt, tree[0], tree[2], tree[3], 7]
     with torch.inference_mode():
         expected = theirs(torch.tensor([text])).logits[0, -1]
@@ -98,13 +98,13 @@ def test_a_lost_rank_is_an_error_not_a_hang(
     assert runner._pool is not None
     victim = runner._pool._processes[0]
     try:
-        runner.forward(tm.chain_step([1, 2], 0, ()))
+        runner.run(tm.chain_step([1, 2], 0, ()))
         assert victim.pid is not None
         os.kill(victim.pid, how)
         begin = time.monotonic()
         with pytest.raises(Unavailable, match=r"rank 1 died|stuck"):
             for _ in range(1000):
-                runner.forward(tm.chain_step([1, 2], 0, ()))
+                runner.run(tm.chain_step([1, 2], 0, ()))
         assert time.monotonic() - begin < 60  # a hang guard, not a measurement
         with pytest.raises(Unavailable):
             runner.check()
@@ -112,7 +112,7 @@ def test_a_lost_rank_is_an_error_not_a_hang(
         runner.close()
     assert not victim.is_alive()
     with pytest.raises(Unavailable, match="closed"):
-        runner.forward(tm.chain_step([1], 0, ()))
+        runner.run(tm.chain_step([1], 0, ()))
 
 
 def test_check_notices_a_death_while_idle(folders: dict[str, tuple[Path, Any]]) -> None:
@@ -165,10 +165,14 @@ def test_a_step_survives_the_flat_tensor(parts: list[tuple[int, int, list[int], 
     segments, first = [], 0
     for rows, context, pages, tree in parts:
         parents = tuple(range(-1, rows - 1)) if tree else None
-        segments.append(Segment(first, rows, context, tuple(pages), parents))
+        segments.append(Segment(first, rows, context, tuple(pages), parents, padding=wanted))
         first += rows
     step = Step(
-        torch.arange(first), torch.arange(first) + 7, tuple(segments), torch.arange(min(wanted, first))
+        torch.arange(first),
+        torch.arange(first) + 7,
+        tuple(segments),
+        torch.arange(min(wanted, first)),
+        torch.arange(first) * 3 - 1 if wanted % 2 else None,
     )
     message = step_codec.encode_step(step)
     assert message.dtype == torch.int64 and message.dim() == 1
@@ -177,13 +181,13 @@ def test_a_step_survives_the_flat_tensor(parts: list[tuple[int, int, list[int], 
     assert again.segments == step.segments
     for name in ("tokens", "positions", "logit_rows"):
         assert torch.equal(getattr(again, name), getattr(step, name))
+    if step.slots is None:
+        assert again.slots is None
+    else:
+        assert again.slots is not None and torch.equal(again.slots, step.slots)
 
 
-def test_commit_and_stop_survive_too() -> None:
-    commit = Commit(torch.tensor([0, 3]), torch.tensor([17, 18]))
-    again = step_codec.decode(step_codec.encode_commit(commit))
-    assert isinstance(again, Commit)
-    assert torch.equal(again.rows, commit.rows) and torch.equal(again.slots, commit.slots)
+def test_stop_survives_too() -> None:
     assert step_codec.decode(step_codec.encode_stop()) is None
 
 
@@ -191,6 +195,6 @@ def test_a_long_message_takes_a_second_broadcast(ranks: tuple[Runner, Any]) -> N
     """More page ids than the first broadcast holds; entries past the context are not read."""
     runner, _ = ranks
     tokens = ids(3, 5)
-    plain = runner.forward(tm.chain_step(tokens, 0, ())).logits.clone()
+    plain = runner.run(tm.chain_step(tokens, 0, ())).logits.clone()
     long = Step(torch.tensor(tokens), torch.arange(3), (Segment(0, 3, 0, (0,) * 9000),), torch.arange(3))
-    torch.testing.assert_close(runner.forward(long).logits, plain, atol=0, rtol=0)
+    torch.testing.assert_close(runner.run(long).logits, plain, atol=0, rtol=0)

@@ -175,7 +175,7 @@ async def test_a_half_closed_stream_ends_though_a_session_was_reopened_in_its_pr
 
 
 async def test_a_request_that_can_not_be_taken_ends_its_stream_with_a_status(toy: Toy) -> None:
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise InvalidRequest("not like this")
 
     toy.engine.submit = refuse  # type: ignore[method-assign]

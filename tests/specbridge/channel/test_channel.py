@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ import grpc
 import pytest
 from channel_peers import INSTANCE, KEY, ChannelDraft, ChannelTarget, fill, leftovers, reserve_within, until
 
-from protos import target_pb2, target_pb2_grpc
-from specbridge.channel import shared_memory, wire
+from protos import common_pb2, target_pb2, target_pb2_grpc
+from specbridge.channel import segment, shared_memory, wire
 from specbridge.channel.base import ChannelLayout, ReceivedChunk
 from specbridge.errors import InvalidRequest
 
@@ -170,7 +171,8 @@ async def test_acks_of_nothing_are_counted_and_ignored(address: str) -> None:
         fill(target, 4)
         await until(lambda: len(draft.chunks) == 1)
         real = draft.chunks[0].chunk_id
-        draft.client._held.update({real + 1, 5})
+        for other in (real + 1, 5):
+            draft.client._held[other] = replace(draft.chunks[0], chunk_id=other)
         draft.client.ack([5, real, real, real + 1, 77])
         await until(lambda: target.channel.ring_used == 0)
         await until(lambda: target.channel.stats.snapshot().unknown_acks == 2)
@@ -187,7 +189,7 @@ async def test_an_ack_of_an_earlier_attachment_frees_nothing(address: str) -> No
             await new.until_attached()
             fill(target, 8)
             await until(lambda: len(new.chunks) == 1)
-            new.client._held.add(old.chunks[0].chunk_id)
+            new.client._held[old.chunks[0].chunk_id] = old.chunks[0]
             new.client.ack([old.chunks[0].chunk_id])
             await until(lambda: target.channel.stats.snapshot().unknown_acks == 1)
             assert target.channel.ring_used == 8
@@ -328,7 +330,7 @@ async def test_a_full_dev_shm_falls_back(address: str, monkeypatch: pytest.Monke
     def full(fd: int, offset: int, size: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(shared_memory.os, "posix_fallocate", full)
+    monkeypatch.setattr(segment.os, "posix_fallocate", full)
     async with ChannelTarget(address), ChannelDraft(address) as draft:
         info = await draft.until_attached()
         assert info.transport == "inline" and "No space left on device" in info.reason
@@ -453,6 +455,43 @@ async def test_a_peer_that_never_answers_the_offer_leaves_no_memory(address: str
         assert not Path(offer.location).exists() and not target.channel.attached
 
 
+async def _half_attached(channel: grpc.aio.Channel, layer_ids: tuple[int, ...], **fields: Any) -> Any:
+    """A HiddenStates call that has been made an inline offer and has not answered it."""
+    call = target_pb2_grpc.TargetStub(channel).HiddenStates()
+    attach = target_pb2.Attach(target_layer_ids=layer_ids, **{"transports": ["inline"], **fields})
+    await call.write(target_pb2.ChannelRequest(attach=attach))
+    assert (await call.read()).WhichOneof("kind") == "offer"
+    return call
+
+
+async def test_of_two_handshakes_at_once_only_the_taps_of_the_later_are_attached(address: str) -> None:
+    probe = target_pb2.ChannelRequest(probe=target_pb2.Probe(opened=True))
+    async with ChannelTarget(address) as target, grpc.aio.insecure_channel(address) as channel:
+        first = await _half_attached(channel, (1, 3))
+        second = await _half_attached(channel, (2, 4))
+        await first.write(probe)  # the engine captures layers 2 and 4 by now
+        error = (await first.read()).refused.error
+        assert "another draft began to attach" in error.message
+        assert error.code == common_pb2.ERROR_CODE_UNAVAILABLE and not target.channel.attached
+        await second.write(probe)
+        assert (await second.read()).WhichOneof("kind") == "attached"
+        assert target.channel.attached
+        second.cancel()
+        await until(lambda: not target.channel.attached)
+
+
+async def test_what_a_peer_says_is_kept_short(address: str, caplog: pytest.LogCaptureFixture) -> None:
+    identity = target_pb2.PeerIdentity(boot_id=Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    wanted = [f"carrier-pigeon-{i}" for i in range(50_000)] + ["shared_memory"] * 50
+    async with ChannelTarget(address), grpc.aio.insecure_channel(address) as channel:
+        call = await _half_attached(channel, (1,), identity=identity, transports=wanted)
+        refusal = target_pb2.Probe(opened=False, reason="no " * 100_000)
+        await call.write(target_pb2.ChannelRequest(probe=refusal))
+        error = (await call.read()).refused.error
+    assert "carrier-pigeon-0: unknown here" in error.message and "no no" in error.message
+    assert len(error.message) < 1000 and len(caplog.text) < 10_000
+
+
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
@@ -513,12 +552,11 @@ async def test_a_location_outside_of_the_folder_is_not_opened(tmp_path: Path) ->
 
 
 def test_descriptors_that_wait_together_travel_together_and_in_order() -> None:
-    def reply(chunk_id: int, data: bytes = b"") -> target_pb2.ChannelReply:
-        chunk = target_pb2.Chunk(chunk_id=chunk_id, data=data)
-        return target_pb2.ChannelReply(chunks=target_pb2.Chunks(chunks=[chunk]))
+    def chunk(chunk_id: int, data: bytes = b"") -> wire.ChunkFields:
+        return {"chunk_id": chunk_id, "data": data}
 
     attached = target_pb2.ChannelReply(attached=target_pb2.Attached(slots=8))
-    sent = list(wire.merged([attached, reply(1), reply(2), reply(3, b"rows"), reply(4), reply(5)]))
+    sent = list(wire.messages([attached, chunk(1), chunk(2), chunk(3, b"rows"), chunk(4), chunk(5)]))
     assert [[chunk.chunk_id for chunk in message.chunks.chunks] for message in sent] == [
         [],
         [1, 2],

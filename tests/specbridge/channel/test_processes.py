@@ -16,7 +16,7 @@ import channel_peers
 import pytest
 from channel_peers import KEY, ChannelDraft, ChannelTarget, fill, leftovers, reserve_within, until
 
-from specbridge.channel import shared_memory
+from specbridge.channel import segment, shared_memory
 from specbridge.channel.base import ChannelLayout
 
 ROOT = Path(__file__).parents[3]
@@ -127,7 +127,7 @@ async def test_a_producer_killed_in_the_handshake_leaves_a_file_for_the_next_to_
         location = Path((await call.read()).offer.location)
         assert location.exists()
         layout = ChannelLayout(2, "float32")
-        monkeypatch.setattr(shared_memory, "_ORPHAN_AGE_S", 0.0)
+        monkeypatch.setattr(segment, "_ORPHAN_AGE_S", 0.0)
         shared_memory.SharedRing(4, layout, "cpu").close()
         assert location.exists()  # its producer lives and holds the lock
         child.send_signal(signal.SIGKILL)

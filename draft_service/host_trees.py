@@ -1,0 +1,141 @@
+"""From anchors to trees on the CPU: the block pass, the noise of sampled sessions, the heap.
+
+Owns the reuse of noise rows between rounds, and what any device's way (`TreeGrower`) takes and gives. Does
+not own the drafter's arithmetic (drafter), the tree rules (tree) nor who asks (proposer).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from draft_service.block_attention import BlockBatch, ContextPages
+from draft_service.drafter import Drafter
+from draft_service.session import Session
+from draft_service.simulation import Simulation
+from draft_service.tree import build_trees_from_logits
+from kernels.philox import gumbel_noise
+from specbridge.tree import DraftTree
+
+MAX_LOGITS = 1 << 26
+"""Logits of one pass, in elements: 256 MiB of fp32. A larger batch runs as several passes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One tree wanted: of `session`, whose context ends at its anchor's position."""
+
+    session: Session
+    anchor: int
+    max_nodes: int
+    max_depth: int
+
+
+@dataclass(frozen=True, slots=True)
+class Grown:
+    """trees: one per ask. Times of the block pass and of the tree build, in ns."""
+
+    trees: tuple[DraftTree, ...]
+    forward_ns: int
+    tree_ns: int
+
+
+class TreeGrower(Protocol):
+    """The drafter's pass and the tree build of one device. most_sessions: asks that one pass can take.
+    captured: CUDA graphs there are.
+    """
+
+    @property
+    def most_sessions(self) -> int: ...
+    @property
+    def captured(self) -> int: ...
+
+    def grow(self, asks: Sequence[Ask]) -> Grown:
+        """One tree an ask, each of which wants at least one node and one level; at least one ask."""
+        ...
+
+    def warm_up(self, *, max_sessions: int, max_nodes: int) -> None:
+        """Do what would make the first asks of some size slower than later ones."""
+        ...
+
+
+class HostTrees:
+    """See the module."""
+
+    captured = 0
+
+    def __init__(
+        self, drafter: Drafter, pages: ContextPages, *, top_k: int | None, simulation: Simulation | None
+    ) -> None:
+        self.top_k = top_k
+        self._drafter = drafter
+        self._pages = pages
+        self._simulation = simulation
+        self.most_sessions = max(1, MAX_LOGITS // (drafter.config.horizon * drafter.config.vocab_size))
+
+    def grow(self, asks: Sequence[Ask]) -> Grown:
+        begun = time.perf_counter_ns()
+        logits = self.logits(asks)
+        passed = time.perf_counter_ns()
+        trees = tuple(self._build(logits, asks))
+        return Grown(trees, passed - begun, time.perf_counter_ns() - passed)
+
+    def warm_up(self, *, max_sessions: int, max_nodes: int) -> None:
+        """Nothing here is slow once only."""
+
+    def logits(self, asks: Sequence[Ask]) -> torch.Tensor:
+        """fp32 [asks, depth, vocab]: the marginals that the trees are grown from, before noise."""
+        batch = BlockBatch(
+            [ask.anchor for ask in asks],
+            [ask.session.sequence.length for ask in asks],
+            [ask.session.sequence.pages for ask in asks],
+        )
+        # A tree of N nodes is at most N deep: rows of the head beyond that are computed for nothing.
+        depth = max(min(ask.max_depth, ask.max_nodes) for ask in asks)
+        return self._drafter.propose(self._pages, batch, depth)
+
+    def noise(self, session: Session, depth: int) -> torch.Tensor | None:
+        """The target's own noise for the tokens at positions base + 1 .. base + depth, fp32 [depth, vocab].
+
+        A round commits fewer positions than it drafts, so most rows serve again in the next round.
+        """
+        sampling = session.sampling
+        if sampling.greedy:
+            return None
+        base = session.sequence.length
+        kept = session.noise
+        for position in [p for p in kept if p <= base]:
+            del kept[position]
+        missing = [p for p in range(base + 1, base + depth + 1) if p not in kept]
+        if missing:
+            rows = gumbel_noise(
+                [sampling.seed] * len(missing),
+                missing,
+                [sampling.choice] * len(missing),
+                self._drafter.config.vocab_size,
+            )
+            kept.update(zip(missing, rows, strict=True))
+        return torch.stack([kept[p] for p in range(base + 1, base + depth + 1)])
+
+    def _build(self, logits: torch.Tensor, asks: Sequence[Ask]) -> list[DraftTree]:
+        temperatures: list[float] | None = None
+        noise: list[torch.Tensor | None] | None = None
+        if self._simulation is None:
+            temperatures = [ask.session.sampling.temperature for ask in asks]
+            noise = [self.noise(ask.session, logits.shape[1]) for ask in asks]
+        else:
+            samplings = [ask.session.sampling for ask in asks]
+            bases = [ask.session.sequence.length for ask in asks]
+            logits = self._simulation.marginals(logits, samplings, bases)
+        return build_trees_from_logits(
+            logits,
+            [ask.max_nodes for ask in asks],
+            max_depths=[ask.max_depth for ask in asks],
+            top_k=self.top_k,
+            temperatures=temperatures,
+            noise=noise,
+        )

@@ -1,0 +1,371 @@
+"""DevicePass: a step as one sequence of launches on a GPU, captured in a CUDA graph when it recurs.
+
+    ids in -> attention's plan -> forward -> choice -> walk -> K/V to pages, hidden states to the ring ->
+    ids out
+
+Nothing in it waits for the host, and no size depends on what the tensors hold: sizes are a bucket's
+(packing).
+A step of trees is run eagerly the first time its bucket occurs, captured the second time, replayed from then
+on. Prompt chunks run eagerly, their sizes those of the step. Filters and masks (top-k, top-p, min-p,
+min_tokens) have sizes that depend on the data: such a step's forward and tail are launched around the choice.
+
+Owns the order of a pass, its buffers and graphs. The forward is the decoder's, each operation is in kernels;
+target_service.model.host_pass does the same with torch alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from kernels import cuda
+from kernels.choice import choose_rows, merge_choices
+from kernels.commit import commit_rows
+from kernels.ragged import RaggedBatch, ancestor_words
+from kernels.ragged_attention import AttentionWorkspace, Window, make_workspace, workspace_floats
+from kernels.simulate import true_tokens
+from target_service.model.attention import RaggedAttention
+from target_service.model.batch import StepInputs
+from target_service.model.config import ModelConfig
+from target_service.model.decoder import Decoder, Taps
+from target_service.model.layers import Heads
+from target_service.model.memory import Memory
+from target_service.model.packing import Packed, Shape, bucket, choice_rows, exact_shape, fill, views
+from target_service.model.walk import PackedWalk
+from target_service.parallel import Group
+from target_service.sampling import choose
+from target_service.simulation import simulated_choices
+from target_service.step import CAPTURE, EAGER, REPLAY, Step, StepOutput
+
+
+def uses_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether passes of this dtype on this device run on the GPU kernels."""
+    return device.type == "cuda" and dtype in cuda.DTYPES and cuda.available()
+
+
+@dataclass(slots=True)
+class _Buffers:
+    """A bucket's memory and, once captured, its graph with the tensors that a replay fills. unread: the host
+    has not waited for the last pass over it, whose copy from `host` may still be to come."""
+
+    host: Packed
+    device: Packed
+    workspace: AttentionWorkspace
+    ancestors: torch.Tensor
+    answer: torch.Tensor
+    unread: bool = False
+    graph: torch.cuda.CUDAGraph | None = None
+    logits: torch.Tensor | None = None
+    taps: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
+class _Captured:
+    """What the graphs have been captured for: they hold the addresses of its tensors."""
+
+    taps: Taps = field(default_factory=Taps)
+    ring: torch.Tensor | None = None
+
+    def same(self, taps: Taps, ring: torch.Tensor | None) -> bool:
+        return self.taps == taps and self.ring is ring
+
+
+class DevicePass:
+    """One rank's passes. vocab_rows: ids of this rank, from `first_token` on. For one thread at a time."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        decoder: Decoder,
+        memory: Memory,
+        group: Group,
+        *,
+        heads: Heads,
+        first_token: int,
+        vocab_rows: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        simulated: bool,
+        graphs: bool,
+    ) -> None:
+        self._config, self._decoder, self._memory, self._group = config, decoder, memory, group
+        self._heads, self._first_token, self._vocab_rows = heads, first_token, vocab_rows
+        self._device, self._dtype = device, dtype
+        self._simulated = simulated
+        self._graphs = graphs and device.type == "cuda"
+        self._windows = tuple(Window(rows=w) for w in dict.fromkeys(config.windows))
+        self._most_pages = -(-memory.max_position // memory.page_size)
+        self._kept: dict[Shape, _Buffers] = {}
+        self._scratch = torch.empty(0, dtype=torch.float32, device=device)
+        self._pool: Any = None
+        self._captured = _Captured()
+        self._ready: set[Shape] = set()
+        self._examples: dict[Shape, Step] = {}
+        self._done = torch.cuda.Event() if device.type == "cuda" else None
+        self._thread = 0
+
+    def close(self) -> None:
+        """Drop the graphs: a NCCL group can't end while some hold its collectives."""
+        self._kept.clear()
+        self._ready.clear()
+
+    # ---- rank 0, before a step is sent -----------------------------------------------------------
+
+    def plan(self, step: Step, taps: Taps, ring: torch.Tensor | None) -> Step:
+        """`step` with the rules of its choices and whether it is captured or replayed."""
+        if not self._captured.same(taps, ring):
+            self._captured = _Captured(taps, ring)
+            self._ready.clear()
+            for buffers in self._kept.values():
+                buffers.graph = buffers.logits = buffers.taps = None
+            # The pool ends with the last graph in it; naming it again would be an error.
+            self._pool = None
+        choice = choice_rows(step.groups)
+        mode = EAGER
+        shape = self._bucket(step)
+        if self._graphs and choice is not None and shape is not None:
+            kept = self._kept.get(shape)
+            if shape in self._ready:
+                mode = REPLAY if kept is not None and kept.graph is not None else CAPTURE
+            self._ready.add(shape)
+            if shape not in self._examples:
+                segments = tuple(replace(segment, ring=None) for segment in step.segments)
+                self._examples[shape] = replace(step, slots=None, segments=segments)
+        return replace(step, mode=mode, rows_choice=choice)
+
+    def examples(self) -> list[Step]:
+        """A step of each bucket that has occurred; running it changes nothing."""
+        return list(self._examples.values())
+
+    # ---- every rank ------------------------------------------------------------------------------
+
+    def run(self, step: Step, taps: Taps, ring: torch.Tensor | None) -> StepOutput:
+        """One step. Logits and choices are filled on rank 0 only."""
+        self._own_device()
+        buffers = self._buffers(step)
+        if buffers.unread and self._device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        buffers.unread = True
+        carried = fill(buffers.host, step, num_slots=0 if ring is None else ring.shape[0])
+        if buffers.host is not buffers.device:
+            buffers.device.buffer[:carried].copy_(buffers.host.buffer[:carried], non_blocking=True)
+        # A ring in the host's memory can't be written from a graph: its rows follow the readback.
+        inside = ring if ring is not None and ring.device.type == self._device.type else None
+        whole = step.rows_choice is not None
+        if step.mode == REPLAY:
+            assert buffers.graph is not None
+            buffers.graph.replay()
+        elif step.mode == CAPTURE:
+            self._capture(buffers, taps, inside)
+        else:
+            self._forward(buffers, taps, want_logits=step.logit_rows.numel() > 0)
+            if whole:
+                self._finish(buffers, self._choose(buffers), inside)
+        logits = self._read_logits(buffers, step, needed=step.read_logits or not whole)
+        if not whole:
+            self._finish(buffers, self._choose_filtered(buffers, step, logits), inside)
+        choices = self._read_choices(buffers, step)
+        if ring is not None and inside is None and buffers.taps is not None:
+            packed = _walk_of(buffers)
+            packed.publish(buffers.taps, ring, packed.walk(self._after(buffers, buffers.answer)))
+        captured = None if buffers.taps is None else buffers.taps[: step.tokens.numel()]
+        return StepOutput(logits, captured, choices)
+
+    def _own_device(self) -> None:
+        """Kernels go to the calling thread's current device; whoever loaded the model was another thread."""
+        if self._device.type == "cuda" and self._thread != threading.get_ident():
+            torch.cuda.set_device(self._device)
+            self._thread = threading.get_ident()
+
+    # ---- memory ----------------------------------------------------------------------------------
+
+    def _bucket(self, step: Step) -> Shape | None:
+        shape = bucket(step, self._most_pages)
+        return shape if shape is not None and shape.rows <= self._memory.max_rows else None
+
+    def _buffers(self, step: Step) -> _Buffers:
+        shape = self._bucket(step)
+        if shape is None:
+            return self._make_buffers(exact_shape(step))
+        found = self._kept.get(shape)
+        if found is None:
+            found = self._kept[shape] = self._make_buffers(shape)
+        return found
+
+    def _make_buffers(self, shape: Shape) -> _Buffers:
+        on_gpu = self._device.type == "cuda"
+        host = views(torch.zeros(shape.words, dtype=torch.int32, pin_memory=on_gpu), shape)
+        device = host
+        if on_gpu:
+            device = views(torch.zeros(shape.words, dtype=torch.int32, device=self._device), shape)
+        heads, memory = self._heads, self._memory
+        sizes: dict[str, Any] = {
+            "rows": shape.rows,
+            "sessions": shape.sessions,
+            "most_rows": shape.most_rows,
+            "heads": heads.query,
+            "kv_heads": heads.key_value,
+            "head_dim": heads.dim,
+            "dtype": self._dtype,
+            "device": self._device,
+        }
+        needed = workspace_floats(**sizes)
+        if needed > self._scratch.numel():
+            # Graphs captured so far keep the smaller one alive.
+            self._scratch = torch.empty(needed, dtype=torch.float32, device=self._device)
+        workspace = make_workspace(
+            **sizes,
+            page_size=memory.page_size,
+            windows=self._windows,
+            scratch=self._scratch,
+        )
+        ancestors = torch.zeros(shape.rows, -(-shape.most_rows // 32), dtype=torch.int32, device=self._device)
+        answer = torch.zeros(shape.logit_rows, dtype=torch.int32, pin_memory=on_gpu)
+        return _Buffers(host, device, workspace, ancestors, answer)
+
+    # ---- the pass --------------------------------------------------------------------------------
+
+    def _forward(self, buffers: _Buffers, taps: Taps, *, want_logits: bool) -> None:
+        packed, shape = buffers.device, buffers.device.shape
+        ancestor_words(
+            packed.parents,
+            packed.row_start,
+            packed.kinds,
+            words=buffers.ancestors.shape[1],
+            out=buffers.ancestors,
+        )
+        batch = RaggedBatch(
+            row_start=packed.row_start,
+            lengths=packed.lengths,
+            page_table=packed.page_table,
+            positions=packed.positions,
+            kinds=packed.kinds,
+            ancestors=buffers.ancestors,
+            most_rows=shape.most_rows,
+            chains=shape.logit_rows != shape.rows,
+        )
+        buffers.workspace.plan(batch)
+        cos, sin = self._memory.rotary.rows(packed.positions)
+        inputs = StepInputs(
+            rows=shape.rows,
+            tokens=packed.tokens,
+            cos=cos,
+            sin=sin,
+            attention=RaggedAttention(batch, buffers.workspace),
+            logit_rows=None if shape.logit_rows == shape.rows else packed.logit_rows,
+        )
+        buffers.logits, buffers.taps = self._decoder.forward(
+            inputs, self._memory.staging, self._memory.pages, taps, want_logits=want_logits
+        )
+
+    def _choose(self, buffers: _Buffers) -> torch.Tensor:
+        """int32 [K]: the choice of every logits row, the same on all ranks; each rank looks through its own
+        share of the vocabulary.
+        """
+        packed = buffers.device
+        if buffers.logits is None:
+            return packed.choices[:0]
+        chosen = choose_rows(
+            buffers.logits.narrow(1, 0, self._vocab_rows),
+            packed.temperature,
+            packed.seeds,
+            packed.choice_positions,
+            packed.choices,
+            first_token=self._first_token,
+        )
+        if self._group.size > 1:
+            pairs = torch.stack((chosen.best.view(torch.int32), chosen.ids))
+            every = self._group.gather_all(pairs)
+            chosen = merge_choices(every[:, 0].view(torch.float32), every[:, 1])
+        if not self._simulated:
+            return chosen.ids
+        text = true_tokens(
+            packed.seeds, packed.choice_positions.long(), packed.choices.long(), self._config.vocab_size
+        )
+        return torch.where(chosen.ids < 0, chosen.ids, text.to(torch.int32))
+
+    def _choose_filtered(self, buffers: _Buffers, step: Step, logits: torch.Tensor) -> torch.Tensor:
+        """The same for a step with filters or masks: rank 0 chooses from the whole logits."""
+        ids = torch.full((buffers.device.shape.logit_rows,), -1, dtype=torch.int32, device=self._device)
+        if not self._group.rank and step.groups:
+            count = sum(len(group.positions) for group in step.groups)
+            chosen = choose(logits[:count], step.groups)
+            if self._simulated:
+                chosen = simulated_choices(chosen, step.groups, self._config.vocab_size)
+            ids[:count] = chosen.to(torch.int32)
+        self._group.broadcast(ids)
+        return ids
+
+    def _finish(self, buffers: _Buffers, ids: torch.Tensor, ring: torch.Tensor | None) -> None:
+        """Walk, commit, capture, and the ids on their way to the host."""
+        packed, memory = buffers.device, self._memory
+        walk = _walk_of(buffers)
+        path = walk.walk(self._after(buffers, ids))
+        commit_rows(memory.page_rows, memory.staged_rows, packed.slots, path)
+        if ring is not None and buffers.taps is not None:
+            walk.publish(buffers.taps, ring, path)
+        if ids.numel():
+            buffers.answer.copy_(ids, non_blocking=True)
+
+    def _after(self, buffers: _Buffers, ids: torch.Tensor) -> torch.Tensor:
+        """int32 [R]: the choice after each row, -1 where there is none. ids [K], or [0]."""
+        packed, shape = buffers.device, buffers.device.shape
+        if shape.logit_rows == shape.rows:
+            return ids.to(self._device)
+        after = torch.full((shape.rows,), -1, dtype=torch.int32, device=self._device)
+        if ids.numel():
+            after.index_copy_(0, packed.logit_rows.long(), ids.to(self._device))
+        return after
+
+    def _capture(self, buffers: _Buffers, taps: Taps, ring: torch.Tensor | None) -> None:
+        """Record the pass; then run it, since recording runs nothing."""
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: NCCL's watchdog and other threads' calls must not spoil a capture.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            self._forward(buffers, taps, want_logits=True)
+            self._finish(buffers, self._choose(buffers), ring)
+        if self._pool is None:
+            self._pool = graph.pool()
+        buffers.graph = graph
+        graph.replay()
+
+    # ---- what the host reads ---------------------------------------------------------------------
+
+    def _read_logits(self, buffers: _Buffers, step: Step, *, needed: bool) -> torch.Tensor:
+        """fp32 [k, vocab] on rank 0; [0, vocab] elsewhere and when nobody needs them."""
+        wanted = step.logit_rows.numel()
+        logits = None
+        if needed and wanted and buffers.logits is not None:
+            logits = self._group.gather_columns(buffers.logits[:wanted])
+        if logits is None:
+            return torch.empty(0, self._config.vocab_size, device=self._device)
+        return logits.narrow(1, 0, self._config.vocab_size).float()
+
+    def _read_choices(self, buffers: _Buffers, step: Step) -> tuple[int, ...]:
+        """The one wait of a pass; none at all where nothing was chosen, so that the next chunk's launches
+        overlap with it.
+        """
+        count = sum(len(group.positions) for group in step.groups)
+        if self._group.rank or not count:
+            return ()
+        if self._done is not None:
+            self._done.record()
+            self._done.synchronize()
+            buffers.unread = False
+        return tuple(buffers.answer[:count].tolist())
+
+
+def _walk_of(buffers: _Buffers) -> PackedWalk:
+    packed = buffers.device
+    return PackedWalk(
+        tokens=packed.tokens,
+        parents=packed.parents,
+        row_start=packed.row_start,
+        kinds=packed.kinds,
+        first_slot=packed.first_slot,
+        skip=packed.skip,
+        most_rows=packed.shape.most_rows,
+    )

@@ -1,0 +1,202 @@
+"""A step packed into one int32 buffer on the GPU: what a pass reads, at addresses that a CUDA graph can keep.
+
+Owns the buffer's layout, its sizes (Shape) and how the host fills it: one copy a pass. Does not own what
+is run
+over it (device_pass).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kernels.ragged import CHAIN, TREE
+from target_service.sampling import RowGroup
+from target_service.step import NO_SLOT, ChoiceRows, Step
+
+# Trees have a power of two of nodes as a rule, and a root: 2^k + 8 rows hold one of them with little waste.
+_ROWS = (*range(1, 9), 12, 16, 24, 32, 40, 48, 64, 72, *range(80, 129, 16), 136, *range(160, 257, 32), 264)
+_SESSIONS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+_LARGEST = (1, 8, 16, 24, 32, 40, 48, 64, 72, 96, 128, 136, 192, 256, 264, 384, 512, 520)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of a pass: rows in all, sessions, rows of the largest session, logits rows, pages of the longest
+    session."""
+
+    rows: int
+    sessions: int
+    most_rows: int
+    logit_rows: int
+    pages: int
+
+    @property
+    def words(self) -> int:
+        """int32 words of a packed pass."""
+        return 6 * self.logit_rows + 4 * self.rows + 1 + self.sessions * (5 + self.pages)
+
+
+def exact_shape(step: Step) -> Shape:
+    return Shape(
+        rows=step.tokens.numel(),
+        sessions=len(step.segments),
+        most_rows=max(segment.rows for segment in step.segments),
+        logit_rows=step.logit_rows.numel(),
+        pages=max(1, max(len(segment.pages) for segment in step.segments)),
+    )
+
+
+def bucket(step: Step, pages: int) -> Shape | None:
+    """The sizes to which a step of trees is padded, so that passes recur; None for other steps, and for sizes
+    beyond the buckets. pages: of the longest session that there can be.
+    """
+    rows = step.tokens.numel()
+    if step.logit_rows.numel() != rows or any(segment.parents is None for segment in step.segments):
+        return None
+    sessions = _next(_SESSIONS, len(step.segments))
+    largest = _next(_LARGEST, max(segment.rows for segment in step.segments))
+    padded = _next(_ROWS, rows) or -(-rows // 64) * 64
+    if not sessions or not largest:
+        return None
+    padded = max(padded, sessions, largest)
+    return Shape(padded, sessions, largest, padded, pages)
+
+
+def choice_rows(groups: Sequence[RowGroup]) -> ChoiceRows | None:
+    """The rules row by row; None if a filter or a mask is among them."""
+    rules: list[tuple[float, int, int, int]] = []
+    for group in groups:
+        sampling, rule = group.rule.sampling, group.rule
+        filtered = sampling.top_k or sampling.top_p < 1.0 or sampling.min_p > 0.0
+        if (filtered and not sampling.greedy) or (
+            rule.masked_ids and min(group.positions) < rule.masked_below
+        ):
+            return None
+        seed = (sampling.seed + 2**63) % 2**64 - 2**63
+        rules += [(sampling.temperature, seed, position, sampling.choice) for position in group.positions]
+    temperature, seeds, positions, choices = zip(*rules, strict=True) if rules else ((), (), (), ())
+    bits = np.asarray(temperature, dtype=np.float32).view(np.int32).astype(np.int64)
+    return ChoiceRows(
+        torch.from_numpy(bits),
+        torch.tensor(seeds, dtype=torch.int64),
+        torch.tensor(positions, dtype=torch.int64),
+        torch.tensor(choices, dtype=torch.int64),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Views of one buffer, int32 unless said otherwise; sizes as in Shape (R rows, K logits rows, S
+    sessions).
+
+    seeds int64, temperature fp32, choices, choice_positions, logit_rows [K]; tokens, positions, parents,
+    slots
+    [R]; row_start [S + 1]; lengths, kinds, first_slot, skip [S]; page_table [S, pages].
+    """
+
+    shape: Shape
+    buffer: torch.Tensor
+    seeds: torch.Tensor
+    temperature: torch.Tensor
+    choices: torch.Tensor
+    choice_positions: torch.Tensor
+    logit_rows: torch.Tensor
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    parents: torch.Tensor
+    slots: torch.Tensor
+    row_start: torch.Tensor
+    lengths: torch.Tensor
+    kinds: torch.Tensor
+    first_slot: torch.Tensor
+    skip: torch.Tensor
+    page_table: torch.Tensor
+
+
+def views(buffer: torch.Tensor, shape: Shape) -> Packed:
+    """`buffer` int32 [shape.words]."""
+    r, k, s = shape.rows, shape.logit_rows, shape.sessions
+    sizes = {
+        "seeds": 2 * k,  # first: int64 views want an even start
+        "temperature": k,
+        "choices": k,
+        "choice_positions": k,
+        "logit_rows": k,
+        "tokens": r,
+        "positions": r,
+        "parents": r,
+        "slots": r,
+        "row_start": s + 1,
+        "lengths": s,
+        "kinds": s,
+        "first_slot": s,
+        "skip": s,
+        "page_table": s * shape.pages,
+    }
+    parts = dict(zip(sizes, buffer.split(list(sizes.values())), strict=True))
+    parts["seeds"] = parts["seeds"].view(torch.int64)
+    parts["temperature"] = parts["temperature"].view(torch.float32)
+    parts["page_table"] = parts["page_table"].view(s, shape.pages)
+    return Packed(shape=shape, buffer=buffer, **parts)
+
+
+def fill(host: Packed, step: Step, *, num_slots: int) -> int:
+    """Write `step` into a buffer in host memory; returns how many of its words a copy has to carry.
+
+    Rows and sessions beyond the step's are padding: in no session, without context, never committed.
+    num_slots: slots of the ring, to check where segments write.
+    """
+    shape = host.shape
+    count, wanted, segments = step.tokens.numel(), step.logit_rows.numel(), step.segments
+    words = host.buffer.numpy()
+    words[: words.size - shape.sessions * shape.pages] = 0
+    array = {
+        name: getattr(host, name).numpy()
+        for name in ("tokens", "positions", "parents", "slots", "row_start", "lengths", "kinds", "skip")
+    }
+    array["tokens"][:count] = step.tokens.numpy()
+    array["positions"][:count] = step.positions.numpy()
+    array["parents"][:] = -1
+    array["slots"][:] = NO_SLOT
+    if step.slots is not None:
+        array["slots"][:count] = step.slots.numpy()
+    host.logit_rows.numpy()[:wanted] = step.logit_rows.numpy()
+    first_slot, table = host.first_slot.numpy(), host.page_table.numpy()
+    first_slot[:] = -1
+    array["kinds"][:] = CHAIN
+    end = 0
+    for s, segment in enumerate(segments):
+        first, rows = segment.first_row, segment.rows
+        end = first + rows - segment.padding
+        array["row_start"][s + 1] = end
+        array["lengths"][s] = segment.context_length
+        if segment.parents is not None:
+            array["kinds"][s] = TREE
+            parents = np.asarray(segment.parents[: end - first], dtype=np.int32)
+            array["parents"][first:end] = np.where(parents < 0, -1, parents + first)
+        else:
+            array["parents"][first + 1 : end] = np.arange(first, end - 1)
+        if segment.ring is not None:
+            assert segment.ring.first_slot < num_slots
+            first_slot[s], array["skip"][s] = segment.ring.first_slot, segment.ring.skip
+        table[s, : len(segment.pages)] = segment.pages
+    array["row_start"][len(segments) + 1 :] = end
+    if step.rows_choice is not None:
+        chosen = step.rows_choice.seeds.numel()
+        host.seeds.numpy()[:chosen] = step.rows_choice.seeds.numpy()
+        host.temperature.numpy().view(np.int32)[:chosen] = step.rows_choice.temperature.numpy()
+        host.choice_positions.numpy()[:chosen] = step.rows_choice.positions.numpy()
+        host.choices.numpy()[:chosen] = step.rows_choice.choices.numpy()
+    last = len(segments) - 1
+    return words.size - shape.sessions * shape.pages + last * shape.pages + len(segments[last].pages)
+
+
+def _next(sizes: Sequence[int], least: int) -> int:
+    """The smallest of the sorted `sizes` that is at least `least`; 0 if there is none."""
+    at = bisect_left(sizes, least)
+    return sizes[at] if at < len(sizes) else 0

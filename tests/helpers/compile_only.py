@@ -1,0 +1,58 @@
+"""Compiles the small ops' Triton kernels for an NVIDIA GPU on a machine without one. A script, run by a test.
+
+Triton's compiler needs no device, only its launcher does: a driver that names the target stands in for the
+real one, and every launch stops after compiling. Tensors are on the CPU and keep what they hold. Prints a
+line for each kernel: its op, its name, the bytes of its machine code. Run without TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from benchmarks.kernels_small import Shape, cases
+from kernels import cuda
+
+CAPABILITY = 90
+
+
+class NoDriver:
+    """What a compilation asks of a driver."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", CAPABILITY, 32)
+
+
+def main() -> None:
+    driver.set_active(NoDriver())
+    launch, names = JITFunction.run, []
+
+    def compile_only(self: JITFunction, *args: Any, warmup: bool, **kwargs: Any) -> Any:
+        kernel = launch(self, *args, warmup=True, **kwargs)
+        names.append((self.__name__, len(kernel.asm["cubin"])))
+        return kernel
+
+    JITFunction.run = compile_only
+    cuda.takes = lambda x: x.dtype in cuda.DTYPES
+    # Head and hidden sizes that are no power of two compile to the most code.
+    shape = Shape("odd", 576, 5, 3, 80, 1536, 2, qk_norm=True, drafter_layers=2, taps=2)
+    for make in cases(shape, 4, torch.bfloat16, "cpu"):
+        case = make()
+        names.clear()
+        case.run()
+        for name, size in names:
+            print(case.op, name, size)
+
+
+if __name__ == "__main__":
+    main()

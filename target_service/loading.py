@@ -88,6 +88,9 @@ def _plan(settings: TargetSettings, launch: Launched | None) -> _Plan:
         log.info("the checkpoint is float16, which overflows on a CPU: running it in float32")
         dtype = "float32"
     limits = resolve_limits(settings, model_length=config.max_position_embeddings, device=device)
+    ranks = settings.tp if launch is None else launch.size
+    if settings.cuda_graphs and ranks > 1 and device != "cpu":
+        log.warning("%d ranks: passes are not captured in CUDA graphs yet, they run launch by launch", ranks)
     model = {
         "device": device,
         "dtype": dtype,
@@ -95,7 +98,8 @@ def _plan(settings: TargetSettings, launch: Launched | None) -> _Plan:
         "page_size": limits.page_size,
         "max_rows": limits.max_rows,
         "deterministic": settings.deterministic,
-        "cuda_graphs": settings.cuda_graphs,
+        # Captured passes of several ranks are not proven yet (docs/performance.md); eager ones are.
+        "cuda_graphs": settings.cuda_graphs and ranks == 1,
         "load_format": settings.load_format,
         "simulated": bool(limits.simulated_acceptance),
         "rules": memory_rules(settings, limits),

@@ -13,13 +13,13 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from benchmarks.common import arguments, report
+from benchmarks.gpu.clock import captured, copy_rate, device_ms
 from draft_service.config import DraftSettings
 from draft_service.device_appends import DeviceAppends
 from draft_service.device_trees import DeviceTrees
@@ -37,7 +37,6 @@ from specbridge.rounds import SamplingParams, SessionKey
 
 PAGE = 16
 REPEATS = 30
-PAUSE_CYCLES = 1_000_000
 MOST_APPENDED = 1024
 
 
@@ -88,41 +87,6 @@ def load(settings: DraftSettings, *, device: str, context: int, sessions: int, g
     trees = DeviceTrees(drafter, pages, top_k=None, simulation=None, graphs=graphs)
     appends = DeviceAppends(drafter, pages, graphs=graphs)
     return Bench(drafter, pages, trees, appends, tuple(table), context)
-
-
-def device_ms(run: Callable[[], object], repeats: int = REPEATS) -> float:
-    """Median milliseconds that the device takes for `run`, which waits behind a pause: launching is not in
-    it.
-    """
-    times = []
-    for _ in range(repeats + 3):
-        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(PAUSE_CYCLES)
-        begun.record()
-        run()
-        ended.record()
-        ended.synchronize()
-        times.append(begun.elapsed_time(ended))
-    return statistics.median(times[3:])
-
-
-def captured(run: Callable[[], object]) -> Callable[[], None]:
-    """A replay of `run`."""
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
-
-
-def copy_rate() -> float:
-    """Bytes read plus bytes written a second, of copying 1 GiB on the device."""
-    source = torch.randn(1 << 28, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / device_ms(captured(lambda: target.copy_(source))) * 1e3
 
 
 def stages_ms(bench: Bench, sessions: int, nodes: int) -> tuple[float, float]:

@@ -13,15 +13,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import multiprocessing
-import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 
-from benchmarks import kernels_small
 from benchmarks.common import arguments, report
+from benchmarks.gpu.clock import captured, copy_rate, device_ms, matmul_rate
 from kernels.attention_tiles import Tiling, choose_tiling
 from kernels.ragged import BLOCK, CHAIN, TREE, RaggedBatch, RaggedSegment, pack_ragged
 from kernels.ragged_attention import AttentionWorkspace, Window, make_workspace, ragged_attention
@@ -75,40 +74,6 @@ def shapes() -> Iterator[Shape]:
         yield Shape(f"{family}/window2k/{long}k", model, TREE, 1, 17, (long * 1024,), Window(rows=2048))
         for context in (0, long):
             yield Shape(f"{family}/chunk2048/{context}k", model, CHAIN, 1, 2048, (context * 1024,))
-
-
-def graph_time(run: Callable[[], object], repeats: int = 20) -> float:
-    """Median seconds of a captured `run`."""
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        run()  # compiles
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            run()
-        times = []
-        for _ in range(repeats + 3):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) / 1e3)
-    return statistics.median(times[3:])
-
-
-def copy_rate() -> float:
-    """Bytes read plus bytes written a second."""
-    return kernels_small.copy_rate() * 1e9
-
-
-def matmul_rate() -> float:
-    """FLOP a second of a large bf16 product of random numbers."""
-    n = 8192
-    a, b = (torch.randn(n, n, device="cuda").bfloat16() for _ in range(2))
-    out = torch.empty_like(a)
-    return 2 * n**3 / graph_time(lambda: torch.mm(a, b, out=out))
 
 
 def tree_parents(rows: int) -> list[int]:
@@ -202,7 +167,8 @@ class Prepared:
             for _ in range(16):
                 workspace.plan(self.batch)
 
-        return graph_time(lambda: self.run(workspace)) / self.layers, graph_time(plans) / 16
+        whole, planning = captured(lambda: self.run(workspace)), captured(plans)
+        return device_ms(whole) / 1e3 / self.layers, device_ms(planning) / 1e3 / 16
 
 
 def tabled(shape: Shape) -> Tiling:

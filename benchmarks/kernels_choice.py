@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.common import arguments, report
-from benchmarks.kernels_small import MAX_SETS, SPREAD_BYTES, copy_rate, replay_us
+from benchmarks.gpu.clock import copy_rate
+from benchmarks.kernels_small import MAX_SETS, SPREAD_BYTES, replay_us
 from kernels.choice import choose_rows
 from kernels.device import parse_dtype
 from kernels.marginals import Candidates, top_candidates
@@ -155,7 +156,7 @@ def main() -> int:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA device")
-    copied = copy_rate()
+    copied = copy_rate() / 1e9
     print(f"{torch.cuda.get_device_name()}: copy {copied:.0f} GB/s")
     rows = []
     for make in makers(args.vocab, parse_dtype(args.dtype), "cuda"):

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.common import arguments, report
+from benchmarks.gpu.clock import copy_rate
 from kernels.activation import silu_mul, silu_mul_reference
 from kernels.append import append_context
 from kernels.commit import commit_rows, publish_rows
@@ -194,23 +195,6 @@ def replay_us(calls: Sequence[Callable[[], object]], launches: int = LAUNCHES) -
     return statistics.median(times[3:])
 
 
-def copy_rate() -> float:
-    """GB/s, bytes read and written, of copying 2 GiB on the device.
-
-    Not in a CUDA graph: a captured copy goes to a copy engine, which reaches two thirds of this.
-    """
-    source = torch.randn(1 << 29, device="cuda")
-    target = torch.empty_like(source)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for turn in range(8):
-        if turn == 2:
-            begin.record()
-        target.copy_(source)
-    end.record()
-    end.synchronize()
-    return 2 * 6 * _bytes(source) / begin.elapsed_time(end) / 1e6
-
-
 def _bytes(*tensors: torch.Tensor) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
@@ -219,7 +203,7 @@ def main() -> int:
     args = arguments(__doc__).parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA device")
-    copied = copy_rate()
+    copied = copy_rate() / 1e9
     one = torch.zeros(1, device="cuda")
     idle = replay_us([lambda: one.add_(1.0)])
     print(f"{torch.cuda.get_device_name()}: copy {copied:.0f} GB/s, a launch that does nothing {idle:.2f} us")

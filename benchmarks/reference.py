@@ -2,10 +2,9 @@
 
 DFlash's drafter as published (plain concatenated keys and values, no pages, no fused append) and DDTree's
 best-first heap. Greedy decoding is deterministic, so acceptance is replayed: transformers' own `generate`
-gives the
-text once, one forward over it gives every hidden state and every greedy choice, and each round is then
-walked as
-the reference loop would walk it. Single sequence, slow, readable; shares no code with the services.
+gives the text once, one forward over it gives every hidden state and every greedy choice, and each round is
+then walked as the reference loop would walk it. Single sequence, slow, readable; shares no code with the
+services.
 """
 
 from __future__ import annotations

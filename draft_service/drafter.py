@@ -1,8 +1,7 @@
 """DFlash: the block-diffusion drafter's two operations over paged context.
 
     append   context features (the target's tapped hidden states of committed tokens) -> K and V of every
-    layer,
-             written into pages. Once per committed token, never undone.
+             layer, written into pages. Once per committed token, never undone.
     propose  one bidirectional pass over [anchor, MASK, MASK, ...] that reads the pages -> logits of the next
              `horizon` positions, all at once. Writes nothing.
 

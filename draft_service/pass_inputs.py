@@ -21,6 +21,7 @@ import torch
 
 from draft_service.host_trees import Ask
 from draft_service.ragged_blocks import BlockSessions
+from kernels.philox import signed_seed
 from specbridge.paging import PagedSequence
 
 _ALIGNMENT = 4  # int32 elements
@@ -105,8 +106,7 @@ class InputWriter:
         """The asks of one pass, padded to the buffer's sessions."""
         count = len(asks)
         samplings = [ask.session.sampling for ask in asks]
-        # Seeds are unsigned for their senders: two's complement here.
-        self._seeds[:count] = [(s.seed + 2**63) % 2**64 - 2**63 for s in samplings]
+        self._seeds[:count] = [signed_seed(s.seed) for s in samplings]
         self._temperature[:count] = [s.temperature for s in samplings]
         self._choices[:count] = [_int32(s.choice) for s in samplings]
         self._tokens[:count, 0] = [ask.anchor for ask in asks]

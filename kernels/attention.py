@@ -9,12 +9,11 @@ nothing.
 What is the same in every layer of a pass (which pages to read, masks) is worked out once: `plan_attention`.
 Three ways to compute it, chosen there:
 
-    small   CPU, float32 or float64, few rows: batched products into one score table per tile of sessions and
-    a
-            single softmax over [context | rows], which is the log-sum-exp merge carried out in place
+    small   CPU, float32 or float64, few rows: batched products into one score table per tile of sessions, and
+            a single softmax over [context | rows], which is the log-sum-exp merge carried out in place
     flash   CPU, half precision or many rows: torch's CPU flash kernel per session and part, merged by
-    `merge_states` joint   any other device: gathered context and rows under one masked
-    scaled_dot_product_attention
+            `merge_states`
+    joint   any other device: gathered context and rows under one masked scaled_dot_product_attention
 
 Pages of a session that lie next to each other are read where they are; only scattered ones are copied, once
 per layer. An allocator that hands out neighbouring pages therefore makes attention cheaper.

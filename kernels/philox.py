@@ -28,6 +28,11 @@ Ints = Sequence[int] | torch.Tensor
 """One integer a row: a list, or an int64 tensor [n] (a 64-bit seed in its two's complement)."""
 
 
+def signed_seed(seed: int) -> int:
+    """A seed of 64 bits, signed or not, as int64 tensors hold it: in two's complement."""
+    return (seed + 2**63) % 2**64 - 2**63
+
+
 def philox4x32_10(
     counter: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     key: tuple[torch.Tensor, torch.Tensor],

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels import cuda
-from kernels.philox import philox4x32_10
+from kernels.philox import philox4x32_10, signed_seed
 
 SIMULATION_WORD = 1
 """Fourth word of the counter."""
@@ -120,7 +120,7 @@ def pack_rows(
 
     Seeds may be unsigned: they are taken in two's complement.
     """
-    packed = [((seed + 2**63) % 2**64 - 2**63, position, choice) for seed, position, choice in rows]
+    packed = [(signed_seed(seed), position, choice) for seed, position, choice in rows]
     columns = torch.tensor(packed, dtype=torch.int64).reshape(-1, 3).T.contiguous().to(device)
     return columns[0], columns[1], columns[2]
 

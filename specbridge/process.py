@@ -56,8 +56,7 @@ def thread_environment(threads: int = 0, processes: int = 1) -> dict[str, str]:
 
     Waiting is passive after a short spin. A forward is hundreds of small parallel loops: workers that sleep
     between two of them double its time, workers that spin on after the last one take the core from the
-    service
-    whose turn it is (benchmarks/threads.py).
+    service whose turn it is (benchmarks/threads.py).
     """
     count = str(threads or max(1, available_cpus() // processes))
     return {
@@ -115,11 +114,9 @@ async def run_in_own_thread(work: Callable[..., T], *args: Any) -> T:
     """`await` work(*args) on a thread that ends with it; raises what it raises.
 
     Not asyncio.to_thread, for anything that computes: OpenMP keeps a team of workers for every thread that
-    ever
-    ran a parallel loop, until that thread ends. With the teams of two threads alive libgomp counts more
-    workers
-    than CPUs and turns off all spinning between loops, and each of a forward's hundreds of small loops then
-    pays for a sleep and a wake-up.
+    ever ran a parallel loop, until that thread ends. With the teams of two threads alive libgomp counts more
+    workers than CPUs and turns off all spinning between loops, and each of a forward's hundreds of small
+    loops then pays for a sleep and a wake-up.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()

@@ -19,8 +19,7 @@ from target_service.sampling import RowGroup
 
 EAGER, CAPTURE, REPLAY = 0, 1, 2
 """How a GPU runs a step: operation by operation, the same while it is captured in a CUDA graph, or by the
-graph
-captured earlier. All ranks do the same (NCCL asks for it), so rank 0 says which.
+graph captured earlier. All ranks do the same (NCCL asks for it), so rank 0 says which.
 """
 NO_SLOT = -1
 """Stands in Step.slots for a row that is never committed: padding, and rows that are run again."""
@@ -98,11 +97,10 @@ class Step:
 class StepOutput:
     """What rank 0 gets back.
 
-    choices: the committed token of each row of the groups, NO_CHOICE where the logits are no numbers.
-    logits: fp32 [k, vocab] for Step.logit_rows, or [0, vocab] if nobody reads them. taps: [rows, num_taps
-    * hidden] in the activation dtype,
-    the concatenated outputs of the captured layers, or None when nothing is captured. Both tensors may be
-    overwritten by the next step.
+    choices: the committed token of each row of the groups, NO_CHOICE where the logits are no numbers. logits:
+    fp32 [k, vocab] for Step.logit_rows, or [0, vocab] if nobody reads them. taps: [rows, num_taps * hidden]
+    in the activation dtype, the concatenated outputs of the captured layers, or None when nothing is
+    captured. Both tensors may be overwritten by the next step.
     """
 
     logits: torch.Tensor

@@ -1,13 +1,12 @@
 """DevicePass: a step as one sequence of launches on a GPU, captured in a CUDA graph when it recurs.
 
-    ids in -> attention's plan -> forward -> choice -> walk -> K/V to pages, hidden states to the ring ->
-    ids out
+    ids in -> plan of attention -> forward -> choice -> walk -> K/V to pages, hidden states to ring -> ids out
 
 Nothing in it waits for the host, and no size depends on what the tensors hold: sizes are a bucket's
-(packing).
-A step of trees is run eagerly the first time its bucket occurs, captured the second time, replayed from then
-on. Prompt chunks run eagerly, their sizes those of the step. Filters and masks (top-k, top-p, min-p,
-min_tokens) have sizes that depend on the data: such a step's forward and tail are launched around the choice.
+(packing). A step of trees is run eagerly the first time its bucket occurs, captured the second time, replayed
+from then on. Prompt chunks run eagerly, their sizes those of the step. Filters and masks (top-k, top-p,
+min-p, min_tokens) have sizes that depend on the data: such a step's forward and tail are launched around the
+choice.
 
 Owns the order of a pass, its buffers and graphs. The forward is the decoder's, each operation is in kernels;
 target_service.model.host_pass does the same with torch alone.

@@ -1,8 +1,7 @@
 """What a rank keeps between passes: K/V pages, staging for a pass's own rows, rotary tables.
 
-Owns the allocation. Which page belongs to whom is decided by the engine on rank 0; what is written when,
-by the
-passes.
+Owns the allocation. Which page belongs to whom is decided by the engine on rank 0; what is written when, by
+the passes.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from target_service.model.layers import Heads
 @dataclass(frozen=True, slots=True)
 class Memory:
     """pages: 2 * layers tensors [pages, page_size, kv_heads, d], K of a layer, then its V; page_rows: the
-    same
-    memory as [2 * layers, slots, kv_heads * d]. staging [2 * layers, max_rows, kv_heads, d]; staged_rows: the
-    same as [2 * layers, max_rows, kv_heads * d]. max_position: positions [0, max_position) have rotary rows.
+    same memory as [2 * layers, slots, kv_heads * d]. staging [2 * layers, max_rows, kv_heads, d];
+    staged_rows: the same as [2 * layers, max_rows, kv_heads * d]. max_position: positions [0, max_position)
+    have rotary rows.
     """
 
     pages: tuple[torch.Tensor, ...]

@@ -1,8 +1,7 @@
 """A step packed into one int32 buffer on the GPU: what a pass reads, at addresses that a CUDA graph can keep.
 
-Owns the buffer's layout, its sizes (Shape) and how the host fills it: one copy a pass. Does not own what
-is run
-over it (device_pass).
+Owns the buffer's layout, its sizes (Shape) and how the host fills it: one copy a pass. Does not own what is
+run over it (device_pass).
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from kernels.philox import signed_seed
 from kernels.ragged import CHAIN, TREE
 from target_service.sampling import RowGroup
 from target_service.step import NO_SLOT, ChoiceRows, Step
@@ -77,7 +77,7 @@ def choice_rows(groups: Sequence[RowGroup]) -> ChoiceRows | None:
             rule.masked_ids and min(group.positions) < rule.masked_below
         ):
             return None
-        seed = (sampling.seed + 2**63) % 2**64 - 2**63
+        seed = signed_seed(sampling.seed)
         rules += [(sampling.temperature, seed, position, sampling.choice) for position in group.positions]
     temperature, seeds, positions, choices = zip(*rules, strict=True) if rules else ((), (), (), ())
     bits = np.asarray(temperature, dtype=np.float32).view(np.int32).astype(np.int64)

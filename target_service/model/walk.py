@@ -1,8 +1,7 @@
 """What a step's rows become once their tokens are chosen: the walk, and the capture of what it accepts.
 
 Owns the packing of a step's trees, chains and ring spans for kernels.walk and kernels.commit. Does not own
-the
-choice (target_service.sampling) nor the walk with stops and limits that the host's books follow
+the choice (target_service.sampling) nor the walk with stops and limits that the host's books follow
 (target_service.verify).
 """
 

@@ -123,11 +123,15 @@ def test_a_verify_during_the_prefill_is_not_ready_and_does_no_harm(start: Start)
 def test_opens_and_releases_are_acknowledged_before_the_prefill_runs(start: Start) -> None:
     gate = threading.Event()
     runner, _, client = start()
-    runner.before_forward = lambda step: gate.wait(10) and None
-    client.send(opens=[open_request(1, PROMPT)])
-    client.result(SessionKey(GATEWAY, 1), TargetResultKind.OPENED)
-    gate.set()
-    client.result(SessionKey(GATEWAY, 1), TargetResultKind.FIRST)
+    # Longer than the client waits for an answer: one that came only after the prefill would be too late.
+    runner.before_forward = lambda step: gate.wait(3 * client.timeout) and None
+    try:
+        client.send(opens=[open_request(1, PROMPT)], releases=[SessionKey(GATEWAY, 2)])
+        client.result(SessionKey(GATEWAY, 1), TargetResultKind.OPENED)
+        client.result(SessionKey(GATEWAY, 2), TargetResultKind.RELEASED)
+    finally:
+        gate.set()
+    assert client.result(SessionKey(GATEWAY, 1), TargetResultKind.FIRST).kv_length == len(PROMPT)
 
 
 def test_verifies_are_not_held_for_a_long_prefill(start: Start) -> None:

@@ -47,6 +47,10 @@ class DraftSettings(Settings):
     """Seconds to wait for hidden states that are on their way; -1: 0.02 on a CPU, 0.003 on a GPU."""
     append: Literal["fused", "sequential"] = "fused"
     """Context append: one stacked K/V product for all layers, or layer by layer. Equal results."""
+    shared_noise: bool = True
+    """Grow the trees of sampled requests from marginals with the target's own noise on them. Off: from the
+    marginals alone, as for greedy ones; the same text, fewer of it foreseen.
+    """
     eager: bool = True
     """Begin a session's block pass when its hidden states arrive, before the gateway asks."""
     cuda_graphs: bool = True
@@ -63,14 +67,23 @@ class DraftSettings(Settings):
     """Largest tree grown for one session, whatever a gateway asks for."""
     top_k: int = Field(default=0, ge=0)
     """Most candidate tokens per position; 0: as many as the tree can use."""
+    draft_vocabulary: int = Field(default=-1, ge=-1)
+    """Tokens the drafter may propose: the most frequent of its draft_vocabulary.safetensors. 0: all; -1: as
+    the drafter's folder says, all if it says nothing.
+    """
     session_lease: float = Field(default=10.0, gt=0)
     """Seconds that the sessions of a gateway outlive its broken stream."""
+    idle_lease: float = Field(default=600.0, gt=0)
+    """Seconds without a proposal or a row after which a session is freed although its gateway is connected.
+    """
     project_on_target: bool = False
     """Have the target apply the drafter's first product (fc and its norm) to the hidden states: a row is then
     one hidden size wide instead of one a tap.
     """
     transport: Literal["auto", "cuda_ipc", "shared_memory", "inline"] = "auto"
     """Hidden-state transport; "auto" lets the handshake choose the best that works."""
+    take_over: bool = False
+    """Displace a draft that is attached to the target already; without, this one waits until it is gone."""
     sample_from_anchor: bool | None = None
     """Overrides the checkpoint's block convention: true, the anchor's own row is the first proposal."""
     selfcheck: bool = True

@@ -42,6 +42,7 @@ class EngineLimits:
     max_length: int
     propose_wait_s: float
     session_lease_s: float = 10.0
+    idle_lease_s: float = 600.0
     eager: bool = True
     lazy: LazyLimits = field(default_factory=LazyLimits)
 

@@ -71,12 +71,14 @@ class DeviceTrees:
         top_k: int | None,
         simulation: Simulation | None,
         graphs: bool,
+        shared_noise: bool = True,
     ) -> None:
         config = drafter.config
         self._drafter = drafter
         self._pages = pages
         self._top_k = top_k
         self._simulation = simulation
+        self._shared_noise = shared_noise
         self._device = drafter.device
         self._on_gpu = drafter.device.type == "cuda"
         self._table_width = max(1, -(-drafter.max_position // pages.page_size))
@@ -159,10 +161,10 @@ class DeviceTrees:
         attention = RaggedBlocks(self._drafter.attention, self._pages, inputs.blocks, room.blocks)
         depth = min(self._drafter.config.horizon, nodes, deepest_tree(nodes))
         logits = self._drafter.forward(inputs.tokens, attention, depth)
-        temperature = inputs.temperature
+        # Recorded ranks are those after the noise: grown from as they stand.
+        noisy = self._shared_noise and self._simulation is None
+        temperature = inputs.temperature if noisy else room.greedy
         if self._simulation is not None:
-            # The recorded ranks are those after the noise: grown from as they stand.
-            temperature = room.greedy
             logits = simulated_marginals(
                 torch.empty(logits.shape, dtype=torch.float32, device=self._device),
                 self._simulation.tables,

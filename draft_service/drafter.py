@@ -40,6 +40,7 @@ from kernels.norm import add_rms_norm, rms_norm
 from kernels.rotary import SUPPORTED, rotary_tables, scaling_type
 from specbridge.channel.base import Projection
 from specbridge.errors import ConfigError
+from specbridge.rounds import Footprint
 
 __all__ = ["APPEND_VARIANTS", "BlockBatch", "ContextPages", "Drafter", "Reading"]
 
@@ -129,8 +130,12 @@ class Drafter:
         # Looked up a few rows at a time: kept in the model's dtype, widened row by row.
         self._embedding = weights.embedding.to(self.device, dtype)
         # Of the target's own head there is one copy, where packing leaves it as it is.
-        self._head = pack(self._embedding if weights.head is weights.embedding else weights.head)
-        self._target_ids = None if weights.target_ids is None else weights.target_ids.to(self.device)
+        head, self.head_ids = weights.head, weights.target_ids
+        if self.head_ids is not None:
+            # In the order of their ids, which decides between equal marginals.
+            order = self.head_ids.argsort()
+            head, self.head_ids = head[order], self.head_ids[order].to(self.device)
+        self._head = pack(self._embedding if head is weights.embedding else head)
         self._layers = tuple(
             _Layer(
                 input_norm=place(layer.input_norm),
@@ -169,6 +174,14 @@ class Drafter:
         """Of all matrices, likewise."""
         if weights.head is not weights.embedding:
             self.weight_bytes += self._embedding.nbytes
+        self.footprint = Footprint(
+            weight_bytes=sum(p.nbytes for p in (*inner, self._head)),
+            products_per_row=sum(p.products for p in (*inner, self._head)),
+            kv_bytes_per_token=self.bytes_per_token,
+            num_kv_heads=config.num_kv_heads,
+            append_weight_bytes=sum(p.nbytes for p in (*first, *self._context_kv)),
+        )
+        """What a block pass reads, as it is held."""
         self._staging = Staging(self.device)
 
     def reread(self, reading: Reading) -> Drafter:
@@ -245,11 +258,14 @@ class Drafter:
     # ---- block pass --------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def propose(self, pages: ContextPages, batch: BlockBatch, depth: int | None = None) -> torch.Tensor:
+    def propose(
+        self, pages: ContextPages, batch: BlockBatch, depth: int | None = None, *, own_ids: bool = False
+    ) -> torch.Tensor:
         """Logits of the `depth` (default: horizon) positions after each anchor: fp32 [sessions, depth,
         vocab].
 
-        Ids that a reduced head can't name get -inf. Row d - 1 is the marginal of depth d, position base + d.
+        Ids that a reduced head can't name get -inf; own_ids: they have no column, and column i is the token
+        head_ids[i]. Row d - 1 is the marginal of depth d, position base + d.
         """
         c = self.config
         depth = c.horizon if depth is None else min(depth, c.horizon)
@@ -262,12 +278,15 @@ class Drafter:
             who = upload(batch, block_size=c.block_size, page_size=pages.page_size, device=self.device)
             room = BlockRoom(self.attention, len(batch), pages.page_size)
             attention = RaggedBlocks(self.attention, pages, who, room)
-        return self.forward(tokens.view(-1).to(self.device), attention, depth).float()
+        found = self.forward(tokens.view(-1).to(self.device), attention, depth, own_ids=own_ids)
+        return found.float()
 
     @torch.inference_mode()
-    def forward(self, tokens: torch.Tensor, attention: BlockAttention, depth: int) -> torch.Tensor:
+    def forward(
+        self, tokens: torch.Tensor, attention: BlockAttention, depth: int, *, own_ids: bool = False
+    ) -> torch.Tensor:
         """The pass over `attention.sessions` blocks: logits [sessions, depth, vocab] in the model's dtype, or
-        wider where they are scaled.
+        wider where they are scaled. own_ids: as in `propose`.
 
         tokens: integers [sessions * block_size] on the device, of each session its anchor and then mask ids.
         """
@@ -283,7 +302,11 @@ class Drafter:
             normed = add_rms_norm(hidden, residual, norm_after, c.rms_norm_eps)
         # The head, as wide as the vocabulary, runs on the predicted rows only.
         wanted = normed.view(sessions, rows, -1)[:, c.first_row : c.first_row + depth]
-        return self._logits(wanted.reshape(sessions * depth, -1)).view(sessions, depth, -1)
+        logits = self._logits(wanted.reshape(sessions * depth, -1))
+        if self.head_ids is not None and not own_ids:
+            full = logits.new_full((len(logits), c.vocab_size), float("-inf"))
+            logits = full.index_copy_(1, self.head_ids, logits)
+        return logits.view(sessions, depth, -1)
 
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
         rows = self._embedding.index_select(0, ids).to(self.dtype)
@@ -298,14 +321,11 @@ class Drafter:
             logits = logits * c.output_multiplier
         if c.logit_softcap is not None:
             logits = torch.tanh(logits / c.logit_softcap) * c.logit_softcap
-        if self._target_ids is None:
-            return logits
-        full = torch.full((len(logits), c.vocab_size), float("-inf"), dtype=logits.dtype, device=self.device)
-        return full.index_copy_(1, self._target_ids, logits)
+        return logits
 
 
 def _bytes(products: Sequence[PackedLinear], dtype: torch.dtype) -> int:
-    return sum(p.in_features * p.out_features for p in products) * dtype.itemsize
+    return sum(p.products for p in products) * dtype.itemsize
 
 
 def _kv_part(layer: LayerWeights, q_size: int) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -15,6 +15,7 @@ import torch
 
 import kernels.device
 from draft_service.config import DraftSettings
+from draft_service.draft_vocabulary import AS_SHIPPED, cut_to, read_vocabulary
 from draft_service.drafter_config import DrafterConfig
 from draft_service.drafter_weights import DrafterWeights, load_weights
 from draft_service.dummy_weights import dummy_weights
@@ -79,15 +80,17 @@ def find_places(settings: DraftSettings, *, progress: bool = False) -> Places:
 
 def open_files(settings: DraftSettings, places: Places) -> DrafterFiles:
     """Raises ConfigError for files that are missing or damaged."""
-    kind = ConfigurationsOnly if settings.load_format == "dummy" else Checkpoints
-    return kind(places)
+    if settings.load_format == "dummy":
+        return ConfigurationsOnly(places)
+    return Checkpoints(places, vocabulary=settings.draft_vocabulary)
 
 
 class Checkpoints:
-    """Two safetensors folders."""
+    """Two safetensors folders. vocabulary: tokens the drafter may propose, as draft_vocabulary has it."""
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: Places, *, vocabulary: int = AS_SHIPPED) -> None:
         self._folder = places.draft
+        self._vocabulary = vocabulary
         self._draft, self._target = Checkpoint(places.draft), Checkpoint(places.target)
         self.draft_config: Mapping[str, Any] = self._draft.config
         self.target_config: Mapping[str, Any] = self._target.config
@@ -110,7 +113,9 @@ class Checkpoints:
         return own[stored]
 
     def weights(self, config: DrafterConfig, *, dtype: torch.dtype, device: str) -> DrafterWeights:
-        return load_weights(self._draft, self._target, config, dtype=dtype)
+        weights = load_weights(self._draft, self._target, config, dtype=dtype)
+        kept = read_vocabulary(self._folder, vocab_size=config.vocab_size, size=self._vocabulary)
+        return weights if kept is None else cut_to(weights, kept)
 
     def close(self) -> None:
         self._draft.close()

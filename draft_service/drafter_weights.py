@@ -25,6 +25,8 @@ _IGNORED_ENDINGS = (
     "embed_tokens.weight",
     "verifier_lm_head.weight",
     "verifier_norm.weight",
+    "draft_vocabulary",
+    *("bigram_rows", "bigram_after", "bigram_counts", "bigram_totals"),
 )
 _PREFIXES = ("", "model.", "draft_model.")
 

@@ -96,7 +96,7 @@ class Engine:
         self._cache = cache
         self._metrics = metrics
         self._clock = clock
-        self._sessions = SessionTable(limits.session_lease_s)
+        self._sessions = SessionTable(limits.session_lease_s, idle_s=limits.idle_lease_s)
         self._ingest = Ingest(
             cache,
             self._sessions,
@@ -351,6 +351,9 @@ class Engine:
             self._metrics.lease_expiries.inc()
             for session in sessions:
                 self._close_session(session)
+        for session in self._sessions.idle(self._clock()):
+            log.info("session %s freed: nobody has asked for it", session.key)
+            self._close_session(session)
 
     # ---- channel -----------------------------------------------------------------------------
 

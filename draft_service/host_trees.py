@@ -69,9 +69,16 @@ class HostTrees:
     captured = 0
 
     def __init__(
-        self, drafter: Drafter, pages: ContextPages, *, top_k: int | None, simulation: Simulation | None
+        self,
+        drafter: Drafter,
+        pages: ContextPages,
+        *,
+        top_k: int | None,
+        simulation: Simulation | None,
+        shared_noise: bool = True,
     ) -> None:
         self.top_k = top_k
+        self._shared_noise = shared_noise
         self._drafter = drafter
         self._pages = pages
         self._simulation = simulation
@@ -88,7 +95,9 @@ class HostTrees:
         """Nothing here is slow once only."""
 
     def logits(self, asks: Sequence[Ask]) -> torch.Tensor:
-        """fp32 [asks, depth, vocab]: the marginals that the trees are grown from, before noise."""
+        """fp32 [asks, depth, vocab]: the marginals that the trees are grown from, before noise. Of a reduced
+        head its own columns only, unless marginals are simulated.
+        """
         batch = BlockBatch(
             [ask.anchor for ask in asks],
             [ask.session.sequence.length for ask in asks],
@@ -96,10 +105,11 @@ class HostTrees:
         )
         # A tree of N nodes is at most N deep: rows of the head beyond that are computed for nothing.
         depth = max(min(ask.max_depth, ask.max_nodes) for ask in asks)
-        return self._drafter.propose(self._pages, batch, depth)
+        return self._drafter.propose(self._pages, batch, depth, own_ids=self._simulation is None)
 
     def noise(self, session: Session, depth: int) -> torch.Tensor | None:
-        """The target's own noise for the tokens at positions base + 1 .. base + depth, fp32 [depth, vocab].
+        """The target's own noise for the tokens at positions base + 1 .. base + depth: fp32 [depth, columns
+        of `logits`].
 
         A round commits fewer positions than it drafts, so most rows serve again in the next round.
         """
@@ -118,20 +128,22 @@ class HostTrees:
                 [sampling.choice] * len(missing),
                 self._drafter.config.vocab_size,
             )
+            if self._drafter.head_ids is not None:
+                rows = rows.index_select(1, self._drafter.head_ids)
             kept.update(zip(missing, rows, strict=True))
         return torch.stack([kept[p] for p in range(base + 1, base + depth + 1)])
 
     def _build(self, logits: torch.Tensor, asks: Sequence[Ask]) -> list[DraftTree]:
         temperatures: list[float] | None = None
         noise: list[torch.Tensor | None] | None = None
-        if self._simulation is None:
+        if self._simulation is None and self._shared_noise:
             temperatures = [ask.session.sampling.temperature for ask in asks]
             noise = [self.noise(ask.session, logits.shape[1]) for ask in asks]
-        else:
+        elif self._simulation is not None:
             samplings = [ask.session.sampling for ask in asks]
             bases = [ask.session.sequence.length for ask in asks]
             logits = self._simulation.marginals(logits, samplings, bases)
-        return build_trees_from_logits(
+        trees = build_trees_from_logits(
             logits,
             [ask.max_nodes for ask in asks],
             max_depths=[ask.max_depth for ask in asks],
@@ -139,3 +151,10 @@ class HostTrees:
             temperatures=temperatures,
             noise=noise,
         )
+        ids = self._drafter.head_ids
+        if ids is None or logits.shape[2] == self._drafter.config.vocab_size:
+            return trees
+        # A node's token is a column so far. Columns are in the order of their ids: ties fell the same way.
+        return [
+            DraftTree(tuple(ids[list(tree.tokens)].tolist()), tree.parents, tree.scores) for tree in trees
+        ]

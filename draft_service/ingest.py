@@ -176,6 +176,10 @@ class Ingest:
 
     def close(self, session: Session) -> None:
         """The session is gone: its pages stay as a prefix, its chunks are given back."""
+        size = self._cache.pool.page_size
+        if session.end // size > session.sequence.length // size:
+            # Pages that the next turn of the chat would otherwise have the target run again.
+            self.append([session], "close")
         self.drop_pending(session, acknowledge=True)
         session.sequence.close()
         session.noise.clear()

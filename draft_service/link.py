@@ -47,6 +47,7 @@ class TargetLink:
         owner: Owner,
         *,
         transport: str = "auto",
+        take_over: bool = False,
         check: StartupCheck | None = None,
     ) -> None:
         self._address = address
@@ -71,6 +72,7 @@ class TargetLink:
             on_spoilt=self._engine.on_rows_spoilt,
             instance=owner.instance,
             transports=transports,
+            take_over=take_over,
         )
         self._engine.connect(self.client)
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,9 +29,11 @@ from draft_service.proposer import Proposer
 from draft_service.selfcheck import AcceptanceMonitor
 from draft_service.simulation import load_simulation
 from draft_service.startup_check import CheckText
+from kernels.copy_rate import copy_rate
 from kernels.tree import MOST_NODES
 from specbridge.channel.base import Projection
 from specbridge.errors import ConfigError
+from specbridge.rounds import Footprint
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +54,7 @@ class Loaded:
     dummy_weights: bool = False
     simulated_acceptance: str = ""
     projection: Projection | None = None
+    footprint: Footprint = Footprint()
 
 
 def load_engine(settings: DraftSettings, draft: Path, target: Path, metrics: DraftMetrics) -> Loaded:
@@ -112,6 +116,7 @@ def load_engine(settings: DraftSettings, draft: Path, target: Path, metrics: Dra
         top_k=settings.top_k or None,
         simulation=simulation,
         cuda_graphs=settings.cuda_graphs,
+        shared_noise=settings.shared_noise,
     )
     wait = settings.propose_wait if settings.propose_wait >= 0 else PROPOSE_WAIT_S[device.split(":")[0]]
     limits = EngineLimits(
@@ -120,6 +125,7 @@ def load_engine(settings: DraftSettings, draft: Path, target: Path, metrics: Dra
         max_length=max_length,
         propose_wait_s=wait,
         session_lease_s=settings.session_lease,
+        idle_lease_s=settings.idle_lease,
         eager=settings.eager,
     )
     engine = Engine(
@@ -139,6 +145,7 @@ def load_engine(settings: DraftSettings, draft: Path, target: Path, metrics: Dra
     )
     dummy = settings.load_format == "dummy"
     metrics.dummy_weights.set(dummy)
+    metrics.read_gpu_memory = partial(kernels.device.memory_in_use, device)
     metrics.simulated.set(simulation is not None)
     if dummy:
         log.warning("DUMMY WEIGHTS: random numbers; times are real, proposals mean nothing")
@@ -155,6 +162,9 @@ def load_engine(settings: DraftSettings, draft: Path, target: Path, metrics: Dra
         dummy_weights=dummy,
         simulated_acceptance=simulation.label if simulation is not None else "",
         projection=drafter.projection,
+        footprint=replace(
+            drafter.footprint, copy_bytes_per_s=copy_rate(drafter.device) if settings.warmup_repeats else 0
+        ),
     )
 
 

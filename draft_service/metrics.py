@@ -6,16 +6,18 @@ Owns names, labels and buckets. Does not own when something is counted.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from specbridge.channel.base import ChannelSnapshot
-from specbridge.metrics import ROUND_BUCKETS, new_registry
+from specbridge.channel.handles import HANDLES
+from specbridge.metrics import ROUND_BUCKETS, LabelledGauge, new_registry
 from specbridge.rounds import DraftTimings
+from specbridge.rpc_metrics import RpcMetrics
 from specbridge.tree import DraftTree
 
 TREE_SIZE_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -23,6 +25,9 @@ PROBABILITY_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0
 ACCEPTANCE_BUCKETS = (*range(1, 17), 24, 32)
 STAGES = ("queue", "channel_wait", "append", "forward", "tree", "service")
 RESULTS = ("proposed", "not_ready", "stale", "invalid", "capacity", "internal")
+FATES = ("taken", "known", "gap", "stale", "unknown", "starved", "contradiction", "too_long")
+TRIGGERS = ("propose", "eager", "prefill", "lazy", "close")
+RECAPTURE_CAUSES = ("attach", "gap", "restart", "slots")
 SELFCHECK_RESULTS = ("passed", "failed", "skipped", "interrupted", "error")
 
 
@@ -117,12 +122,28 @@ class DraftMetrics:
             "lease_expiries_total", "Gateways whose sessions were freed after a lost stream."
         )
         self.defects = counter("defects_total", "Unexpected errors in the engine.")
-        for stage in STAGES:
-            self.stage.labels(stage)
-        for result in RESULTS:
-            self.proposals.labels(result)
-        for result in SELFCHECK_RESULTS:
-            self.selfchecks.labels(result)
+        self.rpc = RpcMetrics(self.registry, "specbridge_draft_")
+        self.read_gpu_memory: Callable[[], Mapping[str, float]] = dict
+        """Bytes of the GPU by kind; none on a CPU."""
+        LabelledGauge(
+            "specbridge_draft_gpu_memory_bytes",
+            "Memory of the GPU, as it stands.",
+            "kind",
+            lambda: self.read_gpu_memory(),
+            registry=self.registry,
+        )
+        # All from the start: a series that begins at its first event hides that event from rates.
+        for metric, values in (
+            (self.stage, STAGES),
+            (self.proposals, RESULTS),
+            (self.selfchecks, SELFCHECK_RESULTS),
+            (self.chunks, FATES),
+            (self.appends, TRIGGERS),
+            (self.eager, ("used", "wasted")),
+            (self.recaptures, RECAPTURE_CAUSES),
+        ):
+            for value in values:
+                metric.labels(value)
         self.transport.info({"transport": "none", "reason": "not attached yet"})
 
     def proposed(self, tree: DraftTree) -> None:
@@ -165,10 +186,18 @@ class ChannelCollector(Collector):
         detaches = CounterMetricFamily(f"{prefix}_detaches", "Times the channel broke", labels=["cause"])
         for cause, amount in counts.detaches.items():
             detaches.add_metric([cause], amount)
-        yield from (moved, detaches)
+        handles = GaugeMetricFamily(
+            f"{prefix}_open_handles",
+            "Shared memory of the channel that this process has open.",
+            labels=["kind"],
+        )
+        for kind, open_now in HANDLES.snapshot().items():
+            handles.add_metric([kind], open_now)
+        yield from (moved, detaches, handles)
         for name, text, value in (
             ("rows", "Hidden-state rows received", counts.rows),
             ("acks", "Chunks acknowledged", counts.acked),
             ("refused", "Attachments the target refused", counts.refused),
+            ("overtaken", "Chunks overwritten while they were read", counts.overtaken),
         ):
             yield CounterMetricFamily(f"{prefix}_{name}", text, value=value)

@@ -59,6 +59,7 @@ class Proposer:
         top_k: int | None,
         simulation: Simulation | None = None,
         cuda_graphs: bool = True,
+        shared_noise: bool = True,
     ) -> None:
         self.drafter = drafter
         self.simulation = simulation
@@ -66,10 +67,17 @@ class Proposer:
         self.trees: TreeGrower
         if drafter.device.type == "cuda":
             self.trees = DeviceTrees(
-                drafter, cache.pages, top_k=top_k, simulation=simulation, graphs=cuda_graphs
+                drafter,
+                cache.pages,
+                top_k=top_k,
+                simulation=simulation,
+                graphs=cuda_graphs,
+                shared_noise=shared_noise,
             )
         else:
-            self.trees = HostTrees(drafter, cache.pages, top_k=top_k, simulation=simulation)
+            self.trees = HostTrees(
+                drafter, cache.pages, top_k=top_k, simulation=simulation, shared_noise=shared_noise
+            )
 
     def take_thread(self) -> None:
         """Make the drafter's device the calling thread's: it is the one that proposes and appends."""

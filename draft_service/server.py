@@ -35,6 +35,7 @@ from specbridge.metrics import serve_metrics
 from specbridge.process import freeze_heap, run_in_own_thread
 from specbridge.rounds import DraftInfo, DraftReply
 from specbridge.rounds_stream import RoundsStream
+from specbridge.rpc_metrics import CountCalls
 from specbridge.server import Server, stop_event, typed_errors
 
 log = logging.getLogger(__name__)
@@ -78,6 +79,7 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
             attached=channel.attached,
             dummy_weights=loaded.dummy_weights,
             simulated_acceptance=loaded.simulated_acceptance,
+            footprint=loaded.footprint,
         )
 
     async def GetInfo(
@@ -145,6 +147,7 @@ async def _serve(settings: DraftSettings) -> int:
         [draft_pb2.DESCRIPTOR.services_by_name["Draft"].full_name],
         add=lambda s: draft_pb2_grpc.add_DraftServicer_to_server(servicer, s),
         drain_s=settings.drain,
+        interceptors=[CountCalls(metrics.rpc)],
     )
     loaded: Loaded | None = None
     link: TargetLink | None = None
@@ -162,7 +165,12 @@ async def _serve(settings: DraftSettings) -> int:
                 metrics=metrics,
             )
         link = TargetLink(
-            settings.target_address, loaded, servicer, transport=settings.transport, check=check
+            settings.target_address,
+            loaded,
+            servicer,
+            transport=settings.transport,
+            take_over=settings.take_over,
+            check=check,
         )
         metrics.registry.register(ChannelCollector(link.client.stats.snapshot))
         if resolve_device(settings.device) == "cpu":

@@ -6,6 +6,7 @@ Owns which sessions exist and whose they are. Does not own how chunks become con
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -87,6 +88,7 @@ class Session:
     proposed: the latest tree handed out, until the text that follows has been seen.
     eager: a tree grown before it was asked for; latest: the latest proposal, whose caps it goes by.
     noise: Gumbel rows by position, each used by several rounds.
+    asked: somebody has looked it up since `idle_since`, when that was last found out.
     """
 
     key: SessionKey
@@ -105,6 +107,8 @@ class Session:
     eager: Drafted | None = None
     latest: Propose | None = None
     noise: dict[int, torch.Tensor] = field(default_factory=dict)
+    asked: bool = True
+    idle_since: float = 0.0
 
     @property
     def end(self) -> int:
@@ -113,10 +117,15 @@ class Session:
 
 
 class SessionTable:
-    """Sessions by (gateway, number), and since when each gateway has no stream."""
+    """Sessions by (gateway, number), since when each gateway has no stream, and which sessions are idle.
 
-    def __init__(self, lease_s: float) -> None:
+    lease_s: seconds that sessions outlive their stream. idle_s: and a peer's last word, or row, about them.
+    """
+
+    def __init__(self, lease_s: float, *, idle_s: float = math.inf) -> None:
         self._lease_s = lease_s
+        self._idle_s = idle_s
+        self._next_look = 0.0
         self._sessions: dict[tuple[bytes, int], Session] = {}
         self._stream_of: dict[bytes, object] = {}
         self._expires: dict[bytes, float] = {}
@@ -130,7 +139,10 @@ class SessionTable:
     def get(self, key: SessionKey) -> Session | None:
         """The session of exactly this incarnation."""
         session = self._sessions.get((key.gateway, key.number))
-        return session if session is not None and session.key == key else None
+        if session is None or session.key != key:
+            return None
+        session.asked = True
+        return session
 
     def any_incarnation(self, key: SessionKey) -> Session | None:
         return self._sessions.get((key.gateway, key.number))
@@ -167,7 +179,20 @@ class SessionTable:
                 del self._stream_of[gateway]
 
     def next_expiry(self) -> float | None:
-        return min(self._expires.values(), default=None)
+        times = list(self._expires.values())
+        if self._sessions and self._idle_s < math.inf:
+            times.append(self._next_look)
+        return min(times, default=None)
+
+    def idle(self, now: float) -> list[Session]:
+        """Sessions that nobody has spoken of for `idle_s`, to be closed by the caller. Looks now and then."""
+        if now < self._next_look or self._idle_s == math.inf:
+            return []
+        self._next_look = now + self._idle_s / 4
+        for session in self:
+            if session.asked:
+                session.asked, session.idle_since = False, now
+        return [session for session in self if now - session.idle_since >= self._idle_s]
 
     def expired(self, now: float) -> dict[bytes, list[Session]]:
         """Gateways whose lease ran out, with their sessions; they are forgotten, the sessions are the

@@ -1,7 +1,7 @@
 """How many tree nodes each session may draft and verify this round.
 
-Owns the policy interface and the simple policy: one cap per tree, one pool of verify rows. Pure: no I/O,
-no clock. The cost-based policy slots in behind `BudgetPolicy` without moving the scheduler.
+Owns the policy interface, the rules that hold for any policy, and the simple policy: one cap per tree, one
+pool of verify rows. Pure: no I/O, no clock. The policy that goes by measured costs is cost_budget.
 """
 
 from __future__ import annotations
@@ -12,10 +12,23 @@ from operator import ge, lt
 from typing import Protocol
 
 from gateway.generation import RoundRecord
+from gateway.report import BudgetReport
 from specbridge.errors import InvalidRequest
+from specbridge.rounds import DraftInfo, TargetInfo
 from specbridge.tree import EMPTY_TREE, DraftTree
 
-__all__ = ["BudgetPolicy", "Candidate", "Outcome", "Plan", "SharedRows", "depth_limit", "fit_tree"]
+__all__ = [
+    "Beside",
+    "BudgetPolicy",
+    "Candidate",
+    "Chosen",
+    "Expected",
+    "Outcome",
+    "Plan",
+    "SharedRows",
+    "depth_limit",
+    "fit_tree",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +39,8 @@ class Candidate:
     max_depth   deepest tree that can still be used
     context     committed rows, for context-dependent cost curves
     sampled     whether its tokens are sampled (calibration differs from greedy)
+    behind      its last rows were held back from the draft: one round brings them before it can be drafted
+    for
     """
 
     number: int
@@ -33,14 +48,43 @@ class Candidate:
     max_depth: int
     context: int
     sampled: bool = False
+    behind: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """The other cohort, whose round goes on at the same time: its tokens a round, its seconds of
+    verifying."""
+
+    tokens: float
+    verify_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a policy expects of a round: tokens of its own sessions, seconds from its start to its end."""
+
+    tokens: float
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """nodes[i]: most nodes to ask the draft for, for candidate i; `skipped` says why none is asked, if so."""
+    """What to ask the draft for.
+
+    nodes[i]   most nodes for candidate i
+    skipped    why none is asked, if so
+    hold[i]    its rows may be held back from the draft: it will not be asked soon; () is none
+    probe      a round that is run to learn: "plain", "draft", or ""
+    expected   of a round without any tree, if the policy knows
+    """
 
     nodes: tuple[int, ...]
     skipped: str = ""
+    hold: tuple[bool, ...] = ()
+    probe: str = ""
+    expected: Expected | None = None
+    beside: Beside | None = None
 
     @property
     def drafts(self) -> bool:
@@ -48,28 +92,67 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
+class Chosen:
+    """The trees to verify, each a prefix of the one drafted. probe "explore": larger than what pays."""
+
+    trees: tuple[DraftTree, ...]
+    expected: Expected | None = None
+    probe: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one session's tree; indexes of the accepted nodes, root to leaf."""
+    """What became of one session's tree; indexes of the accepted nodes, root to leaf.
+
+    ended: the text ended in it, so that nodes after that were not judged.
+    """
 
     number: int
     tree: DraftTree
     accepted: tuple[int, ...]
     sampled: bool = False
+    ended: bool = False
 
 
 class BudgetPolicy(Protocol):
-    """Called once a round each, in this order, by one cohort's loop."""
+    """plan, cut (if the draft was asked) and observe are called once a round each, in this order, by one
+    cohort's loop; with two cohorts the calls of two rounds interleave.
+    """
 
-    def plan(self, candidates: Sequence[Candidate]) -> Plan:
+    def measured(self, target: TargetInfo, draft: DraftInfo | None) -> None:
+        """The services as they are now, with the costs they have measured; called when one (re)appears."""
+        ...
+
+    def plan(self, candidates: Sequence[Candidate], beside: Beside | None = None) -> Plan:
         """Before the draft: what to ask for. Zero everywhere skips the draft."""
         ...
 
-    def cut(self, candidates: Sequence[Candidate], trees: Sequence[DraftTree]) -> Sequence[DraftTree]:
-        """After the draft: the trees to verify, each a prefix of the one given."""
+    def cut(self, candidates: Sequence[Candidate], plan: Plan, trees: Sequence[DraftTree]) -> Chosen:
+        """After the draft: what to verify. trees[i] is empty where nothing came."""
         ...
 
     def observe(self, record: RoundRecord, outcomes: Sequence[Outcome]) -> None:
         """After the round: what it cost and what was accepted."""
+        ...
+
+    def throughput(self, sessions: int, cohorts: int) -> float | None:
+        """Tokens per second forecast for so many sessions in one or two cohorts; None: can't tell."""
+        ...
+
+    def spares(self, sessions: int) -> bool:
+        """Whether, with so many sessions, no draft will be asked for long: new ones are not opened there."""
+        ...
+
+    def wants_draft(self, sessions: int) -> bool:
+        """Whether sessions that were spared should be opened there now; asked once a round."""
+        ...
+
+    def worth_capturing(self, *, rows: int, remaining: int, sessions: int) -> bool:
+        """Whether running a session's `rows` rows again for the draft pays with `remaining` tokens to go."""
+        ...
+
+    def report(self) -> BudgetReport:
+        """What it knows, for people."""
         ...
 
 
@@ -134,7 +217,10 @@ class SharedRows:
         self.max_verify_rows = max_verify_rows
         self.min_tree = min_tree
 
-    def plan(self, candidates: Sequence[Candidate]) -> Plan:
+    def measured(self, target: TargetInfo, draft: DraftInfo | None) -> None:
+        return None
+
+    def plan(self, candidates: Sequence[Candidate], beside: Beside | None = None) -> Plan:
         none = (0,) * len(candidates)
         if self.tree_budget == 0:
             return Plan(none, "budget")
@@ -145,14 +231,29 @@ class SharedRows:
         share, extra = divmod(free, len(able))
         # A budget the operator set below min_tree is meant: only sharing may make the draft not worth it.
         if share < min(self.min_tree, self.tree_budget) or share == 0:
-            return Plan(none, "budget")
+            return Plan(none, "budget", hold=(True,) * len(candidates))
         nodes = list(none)
         for place, i in enumerate(able):
             nodes[i] = min(self.tree_budget, candidates[i].max_nodes, share + (1 if place < extra else 0))
         return Plan(tuple(nodes))
 
-    def cut(self, candidates: Sequence[Candidate], trees: Sequence[DraftTree]) -> Sequence[DraftTree]:
-        return trees
+    def cut(self, candidates: Sequence[Candidate], plan: Plan, trees: Sequence[DraftTree]) -> Chosen:
+        return Chosen(tuple(trees))
 
     def observe(self, record: RoundRecord, outcomes: Sequence[Outcome]) -> None:
         return None
+
+    def throughput(self, sessions: int, cohorts: int) -> float | None:
+        return None
+
+    def spares(self, sessions: int) -> bool:
+        return False
+
+    def wants_draft(self, sessions: int) -> bool:
+        return True
+
+    def worth_capturing(self, *, rows: int, remaining: int, sessions: int) -> bool:
+        return True
+
+    def report(self) -> BudgetReport:
+        return BudgetReport("fixed")

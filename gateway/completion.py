@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from gateway.detokenize import TextDelta, TextStream
 from gateway.generation import Generation, GenerationRequest, SpecStats, TokenEvent
 from gateway.params import CompletionParams, ContextLengthExceeded, resolve_max_tokens
+from gateway.report import GatewayReport
 from gateway.text import Tokenizer
 from specbridge.errors import Unavailable
 from specbridge.rounds import (
@@ -59,6 +60,8 @@ class Scheduler(Protocol):
     def target_connected(self) -> bool: ...
 
     def generate(self, request: GenerationRequest) -> Generation: ...
+
+    def report(self) -> GatewayReport: ...
 
 
 class Phase(enum.Enum):
@@ -320,6 +323,8 @@ class CompletionService:
                 request_id=params.request_id,
                 deadline_s=params.deadline_s,
                 cache_salt=params.cache_salt,
+                priority=params.priority,
+                tenant=params.tenant,
                 hold_back=bool(params.stop),
             )
         )

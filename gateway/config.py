@@ -5,9 +5,9 @@ Defaults are those measured on a two-core CPU machine with the built-in model (d
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from gateway.limits import SchedulerLimits
 from specbridge.settings import Settings
@@ -38,24 +38,39 @@ class GatewaySettings(Settings):
     """Address of the separate metrics port."""
     metrics_port: int = Field(default=-1, ge=-1, le=65535)
     """A separate port for /metrics; -1: only on the REST port, 0 picks a free one."""
+    metrics_vllm_aliases: bool = False
+    """Show the metrics under vLLM's names as well (`vllm:...`), for dashboards and tools made for it."""
     model_name: str = ""
     """Names the model is served under, comma-separated, the first is reported; empty: from --target."""
     api_key: str = Field(default="", repr=False)
-    """Bearer token that /v1 requests must carry; empty: none."""
+    """Bearer tokens, comma-separated, one of which /v1 requests must carry; empty: none. Requests that wait
+    are served in fair shares of tokens a key.
+    """
+    budget: Literal["auto", "cost", "fixed"] = "auto"
+    """How much is drafted and verified. cost: what brings the most tokens per second by measured costs and
+    acceptance, plain decoding included; fixed: what the next three say; auto: cost, or fixed if
+    one of those is given.
+    """
     tree_budget: int = Field(default=_LIMITS.tree_budget, ge=0)
-    """Most nodes of one draft tree."""
+    """Most nodes of one draft tree with --budget fixed; 0: no speculation at all, whatever the budget."""
     max_verify_rows: int = Field(default=_LIMITS.max_verify_rows, ge=1)
-    """Rows of one verify pass, shared among the running sessions."""
+    """Rows of one verify pass, shared among the running sessions, with --budget fixed."""
     min_tree: int = Field(default=_LIMITS.min_tree, ge=0)
-    """A session's share of nodes below which the round skips the draft."""
+    """A session's share of nodes below which the round skips the draft, with --budget fixed."""
     max_queue: int = Field(default=_LIMITS.max_queue, ge=0)
     """Requests that may wait; more are refused with 429 / RESOURCE_EXHAUSTED."""
+    max_queue_tokens: int = Field(default=_LIMITS.max_queue_tokens, ge=1)
+    """Tokens, of prompts and expected outputs, that may wait; more are refused likewise."""
     max_running: int = Field(default=_LIMITS.max_running, ge=1)
     """Sessions decoding at the same time."""
+    priority_ageing: float = Field(default=_LIMITS.priority_ageing, gt=0)
+    """Seconds of waiting that make a request one step of `priority` more urgent."""
     draft_timeout: float = Field(default=_LIMITS.draft_timeout, gt=0)
     """Seconds to wait for a draft before the round goes on without trees."""
-    cohorts: int = Field(default=_LIMITS.cohorts, ge=1, le=2)
-    """Groups of sessions whose rounds alternate: with 2, one is drafted for while the other is verified."""
+    cohorts: Literal["auto", "1", "2"] = "auto"
+    """Groups of sessions whose rounds alternate: with 2, one is drafted for while the other is verified;
+    auto: two while that brings more (--budget cost decides, with fixed it is one).
+    """
     give_up: float = Field(default=_LIMITS.give_up, gt=0)
     """Seconds without a target after which a request fails."""
     request_stats: Literal["summary", "detailed"] = "summary"
@@ -67,6 +82,19 @@ class GatewaySettings(Settings):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe messages that are logged."""
 
+    @model_validator(mode="after")
+    def _one_budget(self) -> Self:
+        given = self._fixed_sizes()
+        if self.budget == "cost" and given:
+            name = "--" + given[0].replace("_", "-")
+            raise ValueError(f"--budget cost goes by what it measures; drop {name}, or give --budget fixed")
+        return self
+
+    def _fixed_sizes(self) -> list[str]:
+        """Settings of a fixed budget that were given; a tree budget of 0 turns any budget off."""
+        names = [n for n in ("tree_budget", "max_verify_rows", "min_tree") if n in self.model_fields_set]
+        return [name for name in names if name != "tree_budget" or self.tree_budget]
+
     def limits(self) -> SchedulerLimits:
         """The scheduler's numbers. Raises ConfigError for values that contradict each other."""
         return SchedulerLimits(
@@ -74,8 +102,11 @@ class GatewaySettings(Settings):
             max_verify_rows=self.max_verify_rows,
             min_tree=self.min_tree,
             max_queue=self.max_queue,
+            max_queue_tokens=self.max_queue_tokens,
+            priority_ageing=self.priority_ageing,
             max_running=self.max_running,
-            cohorts=self.cohorts,
+            budget=("fixed" if self._fixed_sizes() else "cost") if self.budget == "auto" else self.budget,
+            cohorts=0 if self.cohorts == "auto" else int(self.cohorts),
             draft_timeout=self.draft_timeout,
             give_up=self.give_up,
         )

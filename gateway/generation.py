@@ -37,6 +37,8 @@ class GenerationRequest:
     stop             `max_tokens` is resolved: prompt + max_tokens must fit the model
     max_tree_nodes   this request's cap on a tree; None: the gateway's
     deadline_s       seconds from generate() until the request fails with Unavailable; None: none
+    priority         lower is admitted first and preempted last
+    tenant           whom it is for: tenants that wait share what there is by tokens
     hold_back        the reader may take tokens back (a stop string that spans events): they count as
                      delivered when `deliver` says so or at the end, not when the next event is asked for
     """
@@ -52,6 +54,8 @@ class GenerationRequest:
     deadline_s: float | None = None
     cache_salt: bytes = b""
     want_logprobs: int = 0
+    priority: int = 0
+    tenant: str = ""
     hold_back: bool = False
 
     def __post_init__(self) -> None:
@@ -160,6 +164,12 @@ class RoundRecord:
     rows, nodes       rows verified (anchors included) and tree nodes among them
     tokens, accepted  committed tokens and accepted nodes, before any stop string cuts them
     skipped           why the draft was not asked: "" | budget | draft_down | draft_busy | no_context | ...
+    drafted, asked    sessions the draft was asked for, and nodes of them all
+    context           committed rows of a session before the round, on average
+    expected_*        what the budget policy expected, if it does
+    probe             why it went otherwise: plain, draft, explore
+    turn_wait_s       before its start: the other cohort was at the draft
+    cohorts           in use
     """
 
     sessions: int
@@ -177,6 +187,14 @@ class RoundRecord:
     cohort: int = 0
     draft_timings: DraftTimings | None = None
     target_timings: TargetTimings | None = None
+    drafted: int = 0
+    asked: int = 0
+    context: int = 0
+    expected_tokens: float | None = None
+    expected_s: float | None = None
+    probe: str = ""
+    turn_wait_s: float = 0.0
+    cohorts: int = 1
 
     @property
     def gateway_s(self) -> float:
@@ -280,6 +298,7 @@ REOPEN_CAUSES: Sequence[str] = (
     "error",
     "timeout",
     "capacity",
+    "wanted",  # at the draft: it was not opened there while no draft was expected to pay
 )
 
 

@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.answers import error_json
 from gateway.metrics import GatewayMetrics
+from gateway.params import tenant_of
 from specbridge.errors import ConfigError
 from specbridge.logs import request_id as request_id_context
 
@@ -41,7 +42,7 @@ class Surface:
     def __init__(self, app: ASGIApp, *, metrics: GatewayMetrics, api_key: str) -> None:
         self._app = app
         self._metrics = metrics
-        self._api_key = api_key.encode()
+        self._api_keys = [key.strip().encode() for key in api_key.split(",") if key.strip()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -51,6 +52,7 @@ class Surface:
         given = headers.get(REQUEST_ID_HEADER, b"")
         request_id = given.decode("ascii") if _USABLE_ID.fullmatch(given) else secrets.token_hex(12)
         scope.setdefault("state", {})["request_id"] = request_id
+        scope["state"]["tenant"] = tenant_of(headers.get(b"authorization", b""))
         request_id_context.set(request_id)
         status = 0
 
@@ -71,9 +73,11 @@ class Surface:
             self._metrics.on_http(route, scope["method"], status=status)
 
     def _refuse(self, scope: Scope, headers: dict[bytes, bytes]) -> tuple[int, dict[str, Any]] | None:
-        if self._api_key and scope["path"] not in _OPEN_PATHS:
-            kind, _, key = headers.get(b"authorization", b"").partition(b" ")
-            if kind.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self._api_key):
+        if self._api_keys and scope["path"] not in _OPEN_PATHS:
+            kind, _, given = headers.get(b"authorization", b"").partition(b" ")
+            # All of them, so that the time taken does not tell which one was nearly right.
+            known = [hmac.compare_digest(given.strip(), key) for key in self._api_keys]
+            if kind.lower() != b"bearer" or not any(known):
                 text = "a valid key is needed: send it as 'Authorization: Bearer <key>'"
                 return 401, error_json(text, "authentication_error", code="invalid_api_key")
         return None

@@ -14,11 +14,16 @@ from specbridge.errors import ConfigError
 class SchedulerLimits:
     """Counts are sessions, nodes or rows; times are seconds.
 
+    budget             "cost": what is drafted and verified follows measured costs; "fixed": the next three
     tree_budget        most nodes of a session's tree; 0: never speculate
     max_verify_rows    rows of one verify pass, shared by the running sessions (anchors included)
     min_tree           a share below this many nodes is not worth a draft pass: the round skips it
     max_queue          requests waiting for admission before CapacityError
+    max_queue_tokens   their tokens, prompts and expected outputs, before the same
+    fair_quantum       tokens that an API key gets at its turn when several have requests waiting
+    priority_ageing    waiting for so long makes a request one step of priority more urgent
     max_running        sessions opening or running at once (the target's own limit also holds)
+    cohorts            groups of sessions whose rounds alternate: 1, 2, or 0 for whatever brings more
     draft_timeout      wait for a propose batch; then the round goes on with what came
     draft_stall        an unanswered propose this old: the draft's stream is dropped and opened anew
     target_timeout     wait for a verify batch; then the target's stream is dropped and sessions re-opened
@@ -32,10 +37,14 @@ class SchedulerLimits:
     draft_reopen_min_tokens  not re-opened at the draft with fewer tokens left than this
     """
 
+    budget: str = "fixed"
     tree_budget: int = 5
     max_verify_rows: int = 12
     min_tree: int = 4
     max_queue: int = 256
+    max_queue_tokens: int = 1 << 20
+    fair_quantum: int = 1024
+    priority_ageing: float = 30.0
     max_running: int = 64
     cohorts: int = 1
     draft_timeout: float = 1.0
@@ -52,9 +61,15 @@ class SchedulerLimits:
     recheck: float = 2.0
 
     def __post_init__(self) -> None:
-        zero_legal = ("tree_budget", "max_queue", "min_tree", "draft_reopen_min_tokens")
+        if self.budget not in ("cost", "fixed"):
+            raise ConfigError(f"budget is {self.budget!r}; it must be 'cost' or 'fixed'")
+        if self.cohorts > 2:
+            raise ConfigError(f"cohorts is {self.cohorts}; it must be 1, 2 or 0 (whatever brings more)")
+        zero_legal = ("tree_budget", "max_queue", "min_tree", "draft_reopen_min_tokens", "cohorts")
         for item in fields(self):
             value = getattr(self, item.name)
+            if isinstance(value, str):
+                continue
             if not (value >= 0 if item.name in zero_legal else value > 0):
                 legal = "at least 0" if item.name in zero_legal else "positive"
                 raise ConfigError(f"{item.name} is {value}; it must be {legal}")

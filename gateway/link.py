@@ -268,7 +268,32 @@ class Link(ABC, Generic[InfoT, RequestT, ReplyT, ResultT, OpenT, TimingsT, ItemT
 class TargetLink(
     Link[TargetInfo, TargetRequest, TargetReply, TargetResult, TargetOpen, TargetTimings, Verify]
 ):
-    """The link to the target; `send` carries Verify items."""
+    """The link to the target; `send` carries Verify items.
+
+    available_pages: KV pages that no session held when the target last spoke; all, before it has.
+    on_pages() is called when they have become more, after the results that came with the news.
+    """
+
+    available_pages = 0
+    on_pages: Callable[[], None] | None = None
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the target's KV pages that sessions held when it last spoke."""
+        total = self.info.total_pages if self.info is not None else 0
+        return 1.0 - self.available_pages / total if total else 0.0
+
+    def on_connected(self, info: TargetInfo) -> None:
+        self.available_pages = info.total_pages
+        super().on_connected(info)
+
+    def on_reply(self, reply: TargetReply) -> None:
+        before = self.available_pages
+        if reply.available_pages is not None:
+            self.available_pages = reply.available_pages
+        super().on_reply(reply)
+        if self.available_pages > before and self.on_pages is not None:
+            self.on_pages()
 
     def _request(
         self,

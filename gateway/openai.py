@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -55,7 +55,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "documents": ([],),
     "spaces_between_special_tokens": (True,),
     "truncate_prompt_tokens": (),
-    "priority": (0,),
     "prompt_embeds": (),
 }
 
@@ -117,10 +116,14 @@ class SamplingBody(_Body):
     """Adds `token_ids` to choices and `prompt_token_ids` to the response."""
     return_meta_info: bool | None = None
     """Adds SGLang's `meta_info` to the choice."""
+    speculation: Literal["on", "off"] | None = None
+    """off: decode this request without the draft."""
     no_speculation: bool | None = None
-    """Decode this request without the draft."""
+    """The same as a flag; either turns it off."""
     max_tree_nodes: int | None = None
     """This request's cap on a draft tree."""
+    priority: int | None = None
+    """Lower is served first and preempted last; 0 is usual."""
 
     @model_validator(mode="before")
     @classmethod
@@ -137,8 +140,8 @@ class SamplingBody(_Body):
             kept[name] = value
         return kept
 
-    def params(self, request_id: str) -> CompletionParams:
-        """The request in the gateway's own terms."""
+    def params(self, request_id: str, tenant: str = "") -> CompletionParams:
+        """The request in the gateway's own terms. tenant: see params.tenant_of."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return CompletionParams(
             temperature=self.temperature,
@@ -153,9 +156,11 @@ class SamplingBody(_Body):
             ignore_eos=bool(self.ignore_eos),
             include_stop=bool(self.include_stop_str_in_output),
             skip_special_tokens=self.skip_special_tokens is not False,
-            speculate=not self.no_speculation,
+            speculate=not self.no_speculation and self.speculation != "off",
             max_tree_nodes=self.max_tree_nodes,
             cache_salt=unicode_bytes(self.cache_salt or "", "cache_salt", "cache_salt"),
+            priority=self.priority or 0,
+            tenant=tenant,
             request_id=request_id,
         )
 
@@ -236,8 +241,8 @@ class ChatRequest(SamplingBody):
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    def params(self, request_id: str) -> CompletionParams:
-        params = super().params(request_id)
+    def params(self, request_id: str, tenant: str = "") -> CompletionParams:
+        params = super().params(request_id, tenant)
         if self.max_completion_tokens is None:
             return params
         if self.max_tokens is not None and self.max_tokens != self.max_completion_tokens:

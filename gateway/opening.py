@@ -24,7 +24,9 @@ log = logging.getLogger(__name__)
 
 
 class Opener:
-    """See the module. on_first(session, result): the prefill is done, the session may run."""
+    """See the module. on_first(session, result): the prefill is done, the session may run.
+    on_preempted(session): the target took its pages for another one, before its first token.
+    """
 
     def __init__(
         self,
@@ -35,6 +37,7 @@ class Opener:
         observer: RoundObserver,
         target_up: asyncio.Event,
         on_first: Callable[[Session, TargetResult], None],
+        on_preempted: Callable[[Session], None],
         on_failed: Callable[[Session, SpecBridgeError], None],
     ) -> None:
         self._target = target
@@ -43,12 +46,17 @@ class Opener:
         self._observer = observer
         self._target_up = target_up
         self._on_first = on_first
+        self._on_preempted = on_preempted
         self._on_failed = on_failed
 
     async def run(self, session: Session) -> None:
-        """Open `session` until its first token is there; reports to on_first or on_failed, never raises."""
+        """Open `session` until its first token is there; reports to one of the callbacks, never raises."""
         try:
-            self._on_first(session, await self._until_first(session))
+            result = await self._until_first(session)
+            if result.kind is TargetResultKind.PREEMPTED:
+                self._on_preempted(session)
+            else:
+                self._on_first(session, result)
         except SpecBridgeError as error:
             self._on_failed(session, error)
         except Exception as error:  # the task's last frame: a defect must end the request, not hang it
@@ -56,6 +64,7 @@ class Opener:
             self._on_failed(session, InternalError(f"opening the session failed: {error}"))
 
     async def _until_first(self, session: Session) -> TargetResult:
+        """FIRST or PREEMPTED."""
         backoff = self._limits.reopen_backoff
         while True:
             await self._wait_for_target(session)
@@ -124,10 +133,8 @@ class Opener:
             session.target_reply = None
         if isinstance(outcome, SpecBridgeError):
             return outcome
-        if outcome.kind is TargetResultKind.FIRST:
+        if outcome.kind in (TargetResultKind.FIRST, TargetResultKind.PREEMPTED):
             return outcome
-        if outcome.kind is TargetResultKind.PREEMPTED:
-            return CapacityError("the target preempted the session during its prefill")
         return outcome.error or InternalError(
             f"the target answered an open with {outcome.kind.name} and no error"
         )
@@ -142,6 +149,8 @@ class Opener:
         if not drafting.available:
             cause = "draft_mismatch" if drafting.mismatch else "draft_down"
             self._observer.on_fallback(cause, 1)
+            return None
+        if drafting.spares(session):
             return None
         assert drafting.link is not None
         future: asyncio.Future[DraftResult | None] = loop.create_future()

@@ -6,6 +6,7 @@ Does not own those of what it passes on: admission's, and the ranges of specbrid
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,15 @@ MAX_STOP_LENGTH = 1024
 
 class ContextLengthExceeded(InvalidRequest):
     """Prompt and output don't fit the model's length."""
+
+
+def tenant_of(authorization: str | bytes) -> str:
+    """Whom a request is for: a name for the key in its Authorization header, "" without one.
+
+    Not the key itself, which has no business in logs.
+    """
+    given = authorization.encode() if isinstance(authorization, str) else authorization
+    return hashlib.blake2b(given.strip(), digest_size=8).hexdigest() if given.strip() else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +50,8 @@ class CompletionParams:
     max_tree_nodes: int | None = None
     cache_salt: bytes = b""
     deadline_s: float | None = None
+    priority: int = 0
+    tenant: str = ""
     request_id: str = "-"
     max_tokens_name: str = "max_tokens"
     """The field's name in the client's request, for messages."""

@@ -25,6 +25,7 @@ import specbridge
 from gateway import answers
 from gateway import openai as oa
 from gateway.completion import Completion, CompletionService, Phase
+from gateway.debug import add_debug_routes
 from gateway.detokenize import TextDelta
 from gateway.http import Surface
 from gateway.metrics import GatewayMetrics
@@ -61,6 +62,7 @@ def create_app(
     _add_status_routes(app, service, metrics)
     _add_text_routes(app, service)
     _add_generation_routes(app, service)
+    add_debug_routes(app, service.scheduler.report)
     app.add_middleware(Surface, metrics=metrics, api_key=api_key)
     return app
 
@@ -123,7 +125,9 @@ def _add_status_routes(app: FastAPI, service: CompletionService, metrics: Gatewa
 
     @app.get("/metrics")
     async def prometheus() -> Response:
-        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        # Some ms of text: not on the loop that drives rounds.
+        text = await asyncio.to_thread(generate_latest, metrics.registry)
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -186,7 +190,7 @@ def _add_generation_routes(app: FastAPI, service: CompletionService) -> None:
             add_generation_prompt=body.add_generation_prompt is not False,
             variables=body.chat_template_kwargs,
         )
-        params = body.params(request.state.request_id)
+        params = body.params(request.state.request_id, request.state.tenant)
         completion = service.start(prompt, params, prompt_name="messages")
         return await _answer(service, request, body, prompt=prompt, completion=completion)
 
@@ -197,7 +201,7 @@ def _add_generation_routes(app: FastAPI, service: CompletionService) -> None:
         prompt = body.single()
         if isinstance(prompt, str):
             prompt = await service.encode(prompt, add_special_tokens=body.add_special_tokens is not False)
-        params = body.params(request.state.request_id)
+        params = body.params(request.state.request_id, request.state.tenant)
         completion = service.start(prompt, params)
         return await _answer(service, request, body, prompt=prompt, completion=completion)
 

@@ -1,7 +1,8 @@
 """The rounds: draft → verify → commit, over and over, for the running sessions of a cohort.
 
 Owns one round's course, applying its results, what a target's error means for a running session, and waking
-the readers. Does not own admission, opening or releases: those are the host's (scheduler.py).
+the readers. Does not own admission, opening or releases: those are the host's (scheduler.py); who is in which
+cohort is cohorts.py's.
 
 Tokens are handed to readers while the next pass is already under way: results are applied, the next batch is
 sent, and only then are the readers woken.
@@ -15,10 +16,13 @@ import time
 from typing import Protocol
 
 from gateway.budget import BudgetPolicy, Outcome
+from gateway.cohorts import Cohort, Cohorts
+from gateway.cost_model import verify_seconds
 from gateway.drafting import Drafting, DraftPhase, Entry, entry_for
 from gateway.generation import RoundObserver, RoundRecord
 from gateway.limits import SchedulerLimits
 from gateway.link import TargetLink
+from gateway.report import Decision, DecisionLog, GatewayReport
 from gateway.session import MAX_FAILURES, Phase, Session
 from specbridge.errors import (
     CapacityError,
@@ -46,16 +50,6 @@ class RoundHost(Protocol):
     def retire(self, session: Session) -> None: ...
 
 
-class Cohort:
-    """Sessions whose rounds go together: at most one propose and one verify batch under way."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.running: dict[int, Session] = {}
-        self.filled = asyncio.Event()
-        self.task: asyncio.Task[None] | None = None
-
-
 class RoundRunner:
     """Runs cohorts' rounds; one task per cohort calls `run`."""
 
@@ -64,11 +58,16 @@ class RoundRunner:
         target: TargetLink,
         drafting: Drafting,
         policy: BudgetPolicy,
+        cohorts: Cohorts,
         *,
         limits: SchedulerLimits,
         observer: RoundObserver,
         host: RoundHost,
     ) -> None:
+        self._decisions = DecisionLog()
+        self._cohorts = cohorts
+        # Of two cohorts one is at the draft at a time: in step they would be one cohort in all but name.
+        self._turn = asyncio.Lock()
         self._target = target
         self._drafting = drafting
         self._policy = policy
@@ -84,23 +83,24 @@ class RoundRunner:
                 cohort.filled.clear()
                 await cohort.filled.wait()
             try:
-                await self._round(cohort)
+                self._cohorts.settle(cohort)
+                if cohort.running:
+                    await self._round(cohort)
             except Exception as error:  # one defect must not stop every stream for good
                 log.exception("a round failed")
                 for session in list(cohort.running.values()):
                     self._host.fail(session, InternalError(f"a round failed: {error}"))
 
     async def _round(self, cohort: Cohort) -> None:
-        started = time.monotonic()
-        info = self._target.info
-        assert info is not None
-        block_size = self._drafting.block_size
-        self._drafting.reopen(list(cohort.running.values()), started)
-        entries = [
-            entry_for(session, block_size=block_size, max_length=info.max_length)
-            for session in cohort.running.values()
-        ]
-        phase = await self._drafting.run(entries, self._policy, cohort=cohort.index, target=info)
+        asked = time.monotonic()
+        in_use = self._cohorts.in_use
+        if in_use == 1:
+            started = asked
+            entries, phase = await self._draft(cohort)
+        else:
+            async with self._turn:
+                started = time.monotonic()
+                entries, phase = await self._draft(cohort)
         # Readers may have gone, the target may have broken, while the draft was at work.
         entries = [e for e in entries if e.session.phase is Phase.RUNNING and e.session.key == e.key]
         if not entries:
@@ -126,9 +126,27 @@ class RoundRunner:
             outcomes=outcomes,
             total_s=time.monotonic() - started,
             verify_wait_s=answered - sent,
+            turn_wait_s=started - asked,
+            cohorts=in_use,
         )
         self._observer.on_round(record)
         self._policy.observe(record, outcomes)
+        self._cohorts.observe(record, verify_seconds(record))
+        self._log(record)
+
+    async def _draft(self, cohort: Cohort) -> tuple[list[Entry], DraftPhase]:
+        """The draft half of a round, for the sessions that run now."""
+        info = self._target.info
+        assert info is not None
+        block_size = self._drafting.block_size
+        self._drafting.reopen(list(cohort.running.values()), time.monotonic())
+        entries = [
+            entry_for(session, block_size=block_size, max_length=info.max_length)
+            for session in cohort.running.values()
+        ]
+        beside = self._cohorts.beside(cohort)
+        phase = await self._drafting.run(entries, cohort=cohort.index, target=info, beside=beside)
+        return entries, phase
 
     def _apply(
         self, entries: list[Entry], results: dict[SessionKey, TargetResult]
@@ -158,6 +176,7 @@ class RoundRunner:
                             entry.tree,
                             result.accepted,
                             sampled=not session.sampling.greedy,
+                            ended=session.finished,
                         )
                     )
                 self._to_wake.append(session)
@@ -188,6 +207,8 @@ class RoundRunner:
         outcomes: list[Outcome],
         total_s: float,
         verify_wait_s: float,
+        turn_wait_s: float,
+        cohorts: int,
     ) -> RoundRecord:
         nodes = sum(len(e.tree) for e in entries)
         return RoundRecord(
@@ -206,6 +227,37 @@ class RoundRunner:
             cohort=cohort.index,
             draft_timings=phase.timings,
             target_timings=timings,
+            drafted=phase.drafted,
+            asked=phase.asked,
+            context=sum(e.base for e in entries) // len(entries),
+            expected_tokens=phase.expected.tokens if phase.expected is not None else None,
+            expected_s=phase.expected.seconds if phase.expected is not None else None,
+            probe=phase.probe,
+            turn_wait_s=turn_wait_s,
+            cohorts=cohorts,
+        )
+
+    def _log(self, record: RoundRecord) -> None:
+        self._decisions.add(
+            Decision(
+                time=time.time(),
+                cohort=record.cohort,
+                sessions=record.sessions,
+                asked=record.asked,
+                nodes=record.nodes,
+                expected_tokens=record.expected_tokens,
+                tokens=record.tokens,
+                expected_ms=None if record.expected_s is None else 1e3 * record.expected_s,
+                observed_ms=1e3 * record.total_s,
+                skipped=record.skipped,
+                probe=record.probe,
+            )
+        )
+
+    def report(self) -> GatewayReport:
+        """What the budget knows and has decided."""
+        return GatewayReport(
+            self._policy.report(), self._cohorts.report(), self._cohorts.sessions, self._decisions.latest()
         )
 
     def wake_readers(self) -> None:

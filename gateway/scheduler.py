@@ -12,21 +12,22 @@ import contextlib
 import logging
 import secrets
 import time
-from collections import deque
 
-from gateway.admission import check_request
-from gateway.budget import BudgetPolicy, SharedRows
+from gateway.admission import Admission, check_request
+from gateway.budget import BudgetPolicy
 from gateway.clients import DraftClient, TargetClient
+from gateway.cohorts import Cohorts
 from gateway.drafting import Drafting
 from gateway.generation import GenerationRequest, NullObserver, RoundObserver
 from gateway.limits import SchedulerLimits
 from gateway.link import DraftLink, TargetLink
 from gateway.opening import Opener
-from gateway.rounds import Cohort, RoundRunner
-from gateway.session import DraftStanding, Phase, Session
+from gateway.policies import policy_for
+from gateway.report import GatewayReport
+from gateway.rounds import RoundRunner
+from gateway.session import DraftStanding, Phase, Session, longest_stall
 from gateway.stream import GenerationStream
 from specbridge.errors import (
-    CapacityError,
     DeadlineExceeded,
     SpecBridgeError,
     Unavailable,
@@ -72,10 +73,13 @@ class Scheduler:
             if draft is not None
             else None
         )
+        self._policy = policy or policy_for(self.limits)
         self._drafting = Drafting(
             self._draft,
+            self._policy,
             limits=self.limits,
             observer=self._observer,
+            running=lambda: self.running,
             flush=lambda: self._runner.wake_readers(),
         )
         self._target_up = asyncio.Event()
@@ -86,27 +90,23 @@ class Scheduler:
             observer=self._observer,
             target_up=self._target_up,
             on_first=self._on_first,
+            on_preempted=self._preempted,
             on_failed=self.fail,
         )
+        self._cohorts = Cohorts(self.limits.cohorts, self._policy.throughput)
         self._runner = RoundRunner(
             self._target,
             self._drafting,
-            policy
-            or SharedRows(
-                tree_budget=self.limits.tree_budget,
-                max_verify_rows=max(1, self.limits.max_verify_rows // self.limits.cohorts),
-                min_tree=self.limits.min_tree,
-            ),
+            self._policy,
+            self._cohorts,
             limits=self.limits,
             observer=self._observer,
             host=self,
         )
         self._sessions: dict[int, Session] = {}
-        self._queue: deque[Session] = deque()
-        self._active = 0
+        self._admission = Admission(self.limits, self._target)
+        self._target.on_pages = self._admit
         self._next_number = 1
-        self._request_s = 1.0
-        self._cohorts = [Cohort(i) for i in range(self.limits.cohorts)]
         self._recheck: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -114,7 +114,7 @@ class Scheduler:
 
     async def start(self) -> None:
         """Begin connecting and serving. Returns at once; see wait_ready."""
-        for cohort in self._cohorts:
+        for cohort in self._cohorts.all:
             cohort.task = asyncio.create_task(self._runner.run(cohort), name=f"rounds-{cohort.index}")
         self._target.client.start(self._target)
         if self._draft is not None:
@@ -139,7 +139,7 @@ class Scheduler:
         await self._target.client.close()
         if self._draft is not None:
             await self._draft.client.close()
-        for task in (self._recheck, *(cohort.task for cohort in self._cohorts)):
+        for task in (self._recheck, *(cohort.task for cohort in self._cohorts.all)):
             if task is not None:
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
@@ -164,16 +164,28 @@ class Scheduler:
 
     @property
     def queue_length(self) -> int:
-        return len(self._queue)
+        return self._admission.waiting
 
     @property
     def running(self) -> int:
         """Sessions admitted and not ended: opening, running or re-opening."""
-        return self._active
+        return self._admission.running
 
     @property
     def num_spec_tokens(self) -> int:
         return self._drafting.block_size - 1
+
+    def report(self) -> GatewayReport:
+        """What the budget knows and has decided."""
+        return self._runner.report()
+
+    @property
+    def kv_usage(self) -> float:
+        return self._target.kv_usage
+
+    def longest_stall(self) -> float:
+        """See gateway.session.longest_stall. For any thread."""
+        return longest_stall(list(self._sessions.values()), time.monotonic())
 
     # ---- admission --------------------------------------------------------------------------
 
@@ -202,7 +214,7 @@ class Scheduler:
         self._sessions[session.key.number] = session
         if request.deadline_s is not None:
             session.deadline = loop.call_later(request.deadline_s, self._expire, session)
-        self._queue.append(session)
+        self._admission.put(session)
         self._admit()
         return GenerationStream(session, self.retire)
 
@@ -213,26 +225,10 @@ class Scheduler:
         if info is None:
             raise Unavailable("the target has not been reached yet; try again")
         check_request(request, info)
-        if self._active >= self._max_running and len(self._queue) >= self.limits.max_queue:
-            waits = self._request_s * (len(self._queue) + 1) / self._max_running
-            raise CapacityError(
-                f"the queue is full: {len(self._queue)} requests wait for one of {self._max_running} places; "
-                "try later",
-                retry_after=min(60.0, max(1.0, waits)),
-            )
-
-    @property
-    def _max_running(self) -> int:
-        info = self._target.info
-        limit = info.max_sessions if info is not None and info.max_sessions > 0 else self.limits.max_running
-        return min(self.limits.max_running, limit)
+        self._admission.check(request)
 
     def _admit(self) -> None:
-        now = time.monotonic()
-        while self._queue and self._active < self._max_running:
-            session = self._queue.popleft()
-            self._active += 1
-            session.admitted_at = now
+        while not self._closed and (session := self._admission.next()) is not None:
             self._open(session)
 
     def _open(self, session: Session) -> None:
@@ -248,18 +244,11 @@ class Scheduler:
         """Take a session out of everything and release it at both services, once."""
         if session.phase is Phase.DONE:
             return
-        now = time.monotonic()
-        if session.phase is Phase.QUEUED:
-            self._queue.remove(session)
-        else:
-            self._active -= 1
-            if session.finished and session.admitted_at is not None:
-                self._request_s += 0.1 * (now - session.admitted_at - self._request_s)
+        self._admission.end(session)
         session.phase = Phase.DONE
         session.num_spec_tokens = max(session.num_spec_tokens, self.num_spec_tokens)
         del self._sessions[session.key.number]
-        for cohort in self._cohorts:
-            cohort.running.pop(session.key.number, None)
+        self._cohorts.remove(session.key.number)
         if session.deadline is not None:
             session.deadline.cancel()
         if session.task is not None and session.task is not asyncio.current_task():
@@ -268,8 +257,7 @@ class Scheduler:
             self._target.release(session.target_key)
         if session.draft_key is not None and self._draft is not None:
             self._draft.release(session.draft_key)
-        if not self._closed:
-            self._admit()
+        self._admit()
 
     def fail(self, session: Session, error: SpecBridgeError) -> None:
         session.set_error(error)
@@ -277,10 +265,11 @@ class Scheduler:
         session.wake()
 
     def _expire(self, session: Session) -> None:
+        where = "while it waited in the queue, " if session.phase is Phase.QUEUED else ""
         self.fail(
             session,
             DeadlineExceeded(
-                f"the request's deadline of {session.request.deadline_s} s passed after "
+                f"the request's deadline of {session.request.deadline_s} s passed {where}after "
                 f"{session.ledger.output} tokens"
             ),
         )
@@ -377,18 +366,33 @@ class Scheduler:
             self.retire(session)
         else:
             session.phase = Phase.RUNNING
-            cohort = min(self._cohorts, key=lambda c: len(c.running))
-            cohort.running[session.key.number] = session
-            cohort.filled.set()
+            self._cohorts.add(session)
+            self._admit()  # what it was promised it has
         session.wake()
 
     def lose(self, session: Session, cause: str) -> None:
         """The target no longer runs this session: open it again from the tokens held."""
-        for cohort in self._cohorts:
-            cohort.running.pop(session.key.number, None)
+        self._cohorts.remove(session.key.number)
+        if cause == "preempted":
+            self._preempted(session)
+            return
         session.reopens += 1
         self._observer.on_reopen("target", cause)
         session.context.run(log.info, "session %s: %s at the target, opening it again", session.key, cause)
         if session.outage_since is None:
             session.outage_since = time.monotonic()
         self._open(session)
+
+    def _preempted(self, session: Session) -> None:
+        """The target took its pages: it waits in the queue, holding nothing, until they can be had again."""
+        session.reopens += 1
+        self._observer.on_reopen("target", "preempted")
+        session.context.run(log.info, "session %s: preempted at the target, waiting for pages", session.key)
+        session.phase = Phase.QUEUED
+        session.task = session.outage_since = None
+        if session.draft_key is not None and self._draft is not None:
+            self._draft.release(session.draft_key)
+            session.draft_key = None
+        session.draft_closed(time.monotonic())
+        self._admission.put_back(session)
+        self._admit()

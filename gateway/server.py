@@ -10,19 +10,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 import uvloop
 
+import specbridge
 from gateway.clients import GrpcDraftClient, GrpcTargetClient
 from gateway.completion import CompletionService, Phase, Summary
 from gateway.config import GatewaySettings
 from gateway.http import LAST_WRITES_S, HttpServer
 from gateway.metrics import GatewayMetrics
-from gateway.params import CompletionParams
+from gateway.params import CompletionParams, tenant_of
+from gateway.policies import largest_tree
 from gateway.rest import create_app
 from gateway.scheduler import Scheduler
 from gateway.text import Tokenizer
@@ -33,6 +34,7 @@ from specbridge.logs import configure_logging, request_id
 from specbridge.metrics import new_registry, serve_metrics
 from specbridge.models import resolve_target
 from specbridge.process import freeze_heap
+from specbridge.rpc_metrics import CountCalls
 from specbridge.server import Server, stop_event, typed_errors
 
 log = logging.getLogger(__name__)
@@ -43,17 +45,18 @@ GENERATION = gateway_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 class GenerationServicer(gateway_pb2_grpc.GenerationServicer):
     """specbridge.v1.Generation."""
 
-    def __init__(self, service: CompletionService, metrics: GatewayMetrics) -> None:
+    def __init__(self, service: CompletionService) -> None:
         self._service = service
-        self._metrics = metrics
 
     async def Generate(self, request: gateway_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         """Writes deltas, then the final message. A cancelled call or a passed deadline frees the sessions."""
-        async with self._call("Generate", context):
+        async with typed_errors(context):
             service = self._service
             service.check_serving()
             remaining = context.time_remaining()
-            params = _params_from_pb(request, deadline_s=remaining)
+            metadata = dict(context.invocation_metadata() or ())
+            tenant = tenant_of(metadata.get("authorization", ""))
+            params = _params_from_pb(request, deadline_s=remaining, tenant=tenant)
             request_id.set(params.request_id)
             name = request.WhichOneof("input")
             prompt = await self._prompt(request, name)
@@ -73,7 +76,7 @@ class GenerationServicer(gateway_pb2_grpc.GenerationServicer):
     async def GetModel(
         self, request: common_pb2.InfoRequest, context: grpc.aio.ServicerContext
     ) -> gateway_pb2.ModelInfo:
-        async with self._call("GetModel", context):
+        async with typed_errors(context):
             service = self._service
             info, draft = service.info, service.scheduler.draft_info
             return gateway_pb2.ModelInfo(
@@ -82,7 +85,7 @@ class GenerationServicer(gateway_pb2_grpc.GenerationServicer):
                 vocab_size=info.vocab_size,
                 drafter_id=draft.drafter_id if draft is not None else "",
                 block_size=draft.block_size if draft is not None else 0,
-                tree_budget=service.tree_budget,
+                tree_budget=min(service.tree_budget, draft.max_nodes) if draft else service.tree_budget,
                 dummy_weights=service.dummy_weights,
                 simulated_acceptance=service.simulated_acceptance,
             )
@@ -90,13 +93,13 @@ class GenerationServicer(gateway_pb2_grpc.GenerationServicer):
     async def Tokenize(
         self, request: gateway_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> gateway_pb2.TokenizeReply:
-        async with self._call("Tokenize", context):
+        async with typed_errors(context):
             return gateway_pb2.TokenizeReply(ids=await self._prompt(request, request.WhichOneof("input")))
 
     async def Detokenize(
         self, request: gateway_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext
     ) -> gateway_pb2.DetokenizeReply:
-        async with self._call("Detokenize", context):
+        async with typed_errors(context):
             return gateway_pb2.DetokenizeReply(text=await self._service.decode(request.ids))
 
     async def _prompt(self, request: Any, name: str | None) -> list[int]:
@@ -113,25 +116,10 @@ class GenerationServicer(gateway_pb2_grpc.GenerationServicer):
             "no input is given; set text or chat (or token_ids, where there is one)", param="input"
         )
 
-    @contextlib.asynccontextmanager
-    async def _call(self, method: str, context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
-        """Typed errors become status codes; every call is counted by method and code."""
-        code = "OK"
-        try:
-            async with typed_errors(context):
-                try:
-                    yield
-                except asyncio.CancelledError:
-                    code = "CANCELLED"
-                    raise
-                except Exception as error:
-                    code = errors.mapping(error).grpc_status
-                    raise
-        finally:
-            self._metrics.on_grpc(method, code)
 
-
-def _params_from_pb(request: gateway_pb2.GenerateRequest, *, deadline_s: float | None) -> CompletionParams:
+def _params_from_pb(
+    request: gateway_pb2.GenerateRequest, *, deadline_s: float | None, tenant: str
+) -> CompletionParams:
     def given(name: str) -> Any:
         return getattr(request, name) if request.HasField(name) else None
 
@@ -152,6 +140,8 @@ def _params_from_pb(request: gateway_pb2.GenerateRequest, *, deadline_s: float |
         max_tree_nodes=request.max_tree_nodes or None,
         # A client without a deadline is told "forever" in large numbers by some gRPC versions.
         deadline_s=deadline_s if deadline_s is not None and deadline_s < 1e8 else None,
+        priority=request.priority,
+        tenant=tenant,
         request_id=request.request_id or request_id.get(),
     )
 
@@ -188,13 +178,14 @@ def grpc_server(
     keepalive_s: float | None = None,
 ) -> Server:
     """The gRPC server, not started."""
-    servicer = GenerationServicer(service, metrics)
+    servicer = GenerationServicer(service)
     options: dict[str, Any] = {} if keepalive_s is None else {"keepalive_s": keepalive_s}
     return Server(
         address,
         [GENERATION],
         add=lambda server: gateway_pb2_grpc.add_GenerationServicer_to_server(servicer, server),
         drain_s=drain_s,
+        interceptors=[CountCalls(metrics.rpc)],
         **options,
     )
 
@@ -238,13 +229,21 @@ async def serve(settings: GatewaySettings, *, stop: asyncio.Event) -> None:
         scheduler,
         tokenizer,
         names=settings.names(),
-        tree_budget=limits.tree_budget if settings.draft_address else 0,
+        tree_budget=largest_tree(limits) if settings.draft_address else 0,
         detailed=settings.request_stats == "detailed",
     )
     metrics.watch(
         running=lambda: scheduler.running,
         waiting=lambda: scheduler.queue_length,
         synthetic=lambda: float(service.synthetic),
+        stall=scheduler.longest_stall,
+        kv_usage=lambda: scheduler.kv_usage,
+    )
+    metrics.tell(
+        model_name=service.name,
+        version=specbridge.__version__,
+        drafts=bool(settings.draft_address),
+        vllm_aliases=settings.metrics_vllm_aliases,
     )
     grpc_side = grpc_server(service, metrics, settings.grpc_listen) if settings.grpc_listen else None
     app = create_app(service, metrics, api_key=settings.api_key, max_body=settings.max_body)

@@ -10,7 +10,7 @@ import asyncio
 import contextvars
 import dataclasses
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from gateway.generation import (
     DeliveredRecord,
@@ -88,6 +88,9 @@ class Session:
         self.attempts = 0
         self.failures = 0  # errors of the target's own since the last token
         self.reopens = 0
+        self.preemptions = 0
+        self.charged = 0
+        """Tokens that its tenant was charged for it."""
         self.outage_since: float | None = None
 
         self.draft = DraftStanding.CLOSED if wants_draft else DraftStanding.OFF
@@ -95,6 +98,8 @@ class Session:
         self.draft_retry_at = 0.0
         self.draft_failures = 0
         self.draft_sent_at = 0.0
+        self.draft_spared = False
+        """It has no draft session because none is expected to be asked for long."""
         self.has_context = True
         self.not_ready = 0
         self.blind_rounds = 0
@@ -131,6 +136,13 @@ class Session:
     def remaining(self) -> int:
         return self.prompt_length + self.request.stop.max_tokens - len(self.tokens)
 
+    @property
+    def waits_since(self) -> float | None:
+        """When its last token came, or else it was admitted; None while it is in the queue."""
+        if self.admitted_at is None or self.phase is Phase.QUEUED:
+            return None
+        return max(self._last_at, self.admitted_at)
+
     def next_key(self) -> None:
         """The key of the next open at the target; every attempt but the first raises the incarnation."""
         if self.attempts:
@@ -148,7 +160,14 @@ class Session:
             speculate=self.speculate,
             cache_salt=self.request.cache_salt,
             want_logprobs=self.request.want_logprobs,
+            priority=self.request.priority,
+            age_ms=self._age_ms(),
         )
+
+    def _age_ms(self) -> int:
+        """Since it first got a place: of equal priority the target takes pages from the youngest."""
+        since = self._created if self.admitted_at is None else self.admitted_at
+        return min(max(int((self._now() - since) * 1000), 0), 2**32 - 1)
 
     def draft_open(self, *, recapture: bool) -> DraftOpen:
         return DraftOpen(
@@ -293,3 +312,8 @@ class Session:
                 )
             )
         return stats
+
+
+def longest_stall(sessions: Iterable[Session], now: float) -> float:
+    """Seconds since the last token, or the admission, of the one that waits longest; 0 without any."""
+    return max((now - since for s in sessions if (since := s.waits_since) is not None), default=0.0)

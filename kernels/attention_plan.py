@@ -6,7 +6,7 @@ and window bounds, and which of the three ways of kernels.attention is taken. Co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -53,6 +53,25 @@ class AttentionPlan:
     table: torch.Tensor | None = None  # joint: [S, P] on the device
     joint_mask: torch.Tensor | None = None  # joint: [S, 1, R, P * page_size + R]
     _kept: dict[object, Any] = field(default_factory=dict)
+
+    @property
+    def context_rows_read(self) -> int:
+        """Context rows that one layer loads from the pages, a session's once for all its rows and heads."""
+        if self.joint_mask is not None:
+            return self.sessions * (self.joint_mask.shape[-1] - self.rows)
+        return sum(part.count for part in self._parts())
+
+    @property
+    def context_rows_copied(self) -> int:
+        """Of them, rows whose pages lie apart and are put together first."""
+        if self.joint_mask is not None:
+            return self.context_rows_read
+        return sum(part.count for part in self._parts() if part.pages is not None)
+
+    def _parts(self) -> Iterator[Part]:
+        for tile in self.tiles:
+            for parts in tile.parts:
+                yield from parts
 
     def once(self, key: object, make: Callable[[], T]) -> T:
         """What `make` gives, made in the pass's first layer and kept for the further ones."""

@@ -35,6 +35,21 @@ def resolve_device(device: str, *, count: int = 1) -> str:
     return device
 
 
+def memory_in_use(device: str) -> dict[str, int]:
+    """Bytes of a GPU by kind; of a CPU nothing. allocated: tensors of this process; reserved: what torch
+    holds, those included; capacity: of the GPU.
+
+    From torch's own books: a question to the driver would fail a capture of CUDA graphs on another thread.
+    """
+    if torch.device(device).type != "cuda":
+        return {}
+    return {
+        "allocated": torch.cuda.memory_allocated(device),
+        "reserved": torch.cuda.memory_reserved(device),
+        "capacity": torch.cuda.get_device_properties(device).total_memory,
+    }
+
+
 def _why_no_gpu() -> str:
     if torch.version.cuda is None:
         return "this torch was built without CUDA"

@@ -120,6 +120,16 @@ class PackedLinear:
         self._weight = weight
         self._call = self._plain
 
+    @property
+    def nbytes(self) -> int:
+        """Of the weight as it is held: what a product reads, however few rows it has."""
+        return self.products * (2 if self.kind == "fbgemm_float16" else self._weight.element_size())
+
+    @property
+    def products(self) -> int:
+        """Multiply-adds of one row."""
+        return self.in_features * self.out_features
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in_features] in the activation dtype -> [..., out_features], likewise."""
         return self._call(x)

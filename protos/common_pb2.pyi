@@ -121,3 +121,19 @@ class CostPoint(_message.Message):
     context: int
     time_ns: int
     def __init__(self, rows: _Optional[int] = ..., context: _Optional[int] = ..., time_ns: _Optional[int] = ...) -> None: ...
+
+class Footprint(_message.Message):
+    __slots__ = ("weight_bytes", "products_per_row", "kv_bytes_per_token", "num_kv_heads", "copy_bytes_per_s", "append_weight_bytes")
+    WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PRODUCTS_PER_ROW_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
+    COPY_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    APPEND_WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    weight_bytes: int
+    products_per_row: int
+    kv_bytes_per_token: int
+    num_kv_heads: int
+    copy_bytes_per_s: int
+    append_weight_bytes: int
+    def __init__(self, weight_bytes: _Optional[int] = ..., products_per_row: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., copy_bytes_per_s: _Optional[int] = ..., append_weight_bytes: _Optional[int] = ...) -> None: ...

@@ -22,7 +22,7 @@ DRAFT_RESULT_KIND_RELEASED: DraftResultKind
 DRAFT_RESULT_KIND_ERROR: DraftResultKind
 
 class DraftInfo(_message.Message):
-    __slots__ = ("drafter_id", "fingerprint", "target_fingerprint", "block_size", "mask_token_id", "target_layer_ids", "max_nodes", "draft_cost", "channel_transport", "channel_reason", "instance", "vocab_size", "attached", "dummy_weights", "simulated_acceptance")
+    __slots__ = ("drafter_id", "fingerprint", "target_fingerprint", "block_size", "mask_token_id", "target_layer_ids", "max_nodes", "draft_cost", "channel_transport", "channel_reason", "instance", "vocab_size", "attached", "dummy_weights", "simulated_acceptance", "footprint")
     DRAFTER_ID_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     TARGET_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -38,6 +38,7 @@ class DraftInfo(_message.Message):
     ATTACHED_FIELD_NUMBER: _ClassVar[int]
     DUMMY_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     SIMULATED_ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
+    FOOTPRINT_FIELD_NUMBER: _ClassVar[int]
     drafter_id: str
     fingerprint: str
     target_fingerprint: str
@@ -53,7 +54,8 @@ class DraftInfo(_message.Message):
     attached: bool
     dummy_weights: bool
     simulated_acceptance: str
-    def __init__(self, drafter_id: _Optional[str] = ..., fingerprint: _Optional[str] = ..., target_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., mask_token_id: _Optional[int] = ..., target_layer_ids: _Optional[_Iterable[int]] = ..., max_nodes: _Optional[int] = ..., draft_cost: _Optional[_Iterable[_Union[_common_pb2.CostPoint, _Mapping]]] = ..., channel_transport: _Optional[str] = ..., channel_reason: _Optional[str] = ..., instance: _Optional[bytes] = ..., vocab_size: _Optional[int] = ..., attached: _Optional[bool] = ..., dummy_weights: _Optional[bool] = ..., simulated_acceptance: _Optional[str] = ...) -> None: ...
+    footprint: _common_pb2.Footprint
+    def __init__(self, drafter_id: _Optional[str] = ..., fingerprint: _Optional[str] = ..., target_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., mask_token_id: _Optional[int] = ..., target_layer_ids: _Optional[_Iterable[int]] = ..., max_nodes: _Optional[int] = ..., draft_cost: _Optional[_Iterable[_Union[_common_pb2.CostPoint, _Mapping]]] = ..., channel_transport: _Optional[str] = ..., channel_reason: _Optional[str] = ..., instance: _Optional[bytes] = ..., vocab_size: _Optional[int] = ..., attached: _Optional[bool] = ..., dummy_weights: _Optional[bool] = ..., simulated_acceptance: _Optional[str] = ..., footprint: _Optional[_Union[_common_pb2.Footprint, _Mapping]] = ...) -> None: ...
 
 class DraftRequest(_message.Message):
     __slots__ = ("batch_id", "open", "propose", "release")

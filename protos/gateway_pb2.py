@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos import common_pb2 as protos_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/gateway.proto\x12\rspecbridge.v1\x1a\x13protos/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"<\n\x0c\x43hatMessages\x12,\n\x08messages\x18\x01 \x03(\x0b\x32\x1a.specbridge.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xdf\x03\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12+\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x1b.specbridge.v1.ChatMessagesH\x00\x12,\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x17.specbridge.v1.TokenIdsH\x00\x12\x18\n\x0btemperature\x18\x04 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x05 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x06 \x01(\x02H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x07 \x01(\x02H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x03H\x05\x88\x01\x01\x12\x17\n\nmax_tokens\x18\t \x01(\rH\x06\x88\x01\x01\x12\x12\n\nmin_tokens\x18\n \x01(\r\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x12\n\nignore_eos\x18\r \x01(\x08\x12\x16\n\x0eno_speculation\x18\x0e \x01(\x08\x12\x16\n\x0emax_tree_nodes\x18\x0f \x01(\r\x12\x12\n\nrequest_id\x18\x10 \x01(\tB\x07\n\x05inputB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokens\"e\n\rGenerateReply\x12%\n\x05\x64\x65lta\x18\x01 \x01(\x0b\x32\x14.specbridge.v1.DeltaH\x00\x12%\n\x05\x66inal\x18\x02 \x01(\x0b\x32\x14.specbridge.v1.FinalH\x00\x42\x06\n\x04kind\"(\n\x05\x44\x65lta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\xf2\x01\n\x05\x46inal\x12\x32\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x1b.specbridge.v1.FinishReason\x12\x14\n\x0cmatched_stop\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x04 \x01(\r\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12\x0c\n\x04seed\x18\x06 \x01(\x04\x12\x34\n\x0bspeculation\x18\x07 \x01(\x0b\x32\x1f.specbridge.v1.SpeculativeStats\x12\x12\n\nrequest_id\x18\x08 \x01(\t\"\xf1\x01\n\x10SpeculativeStats\x12\x1e\n\x16mean_acceptance_length\x18\x01 \x01(\x02\x12\x1d\n\x15\x64raft_acceptance_rate\x18\x02 \x01(\x02\x12\x1c\n\x14\x61\x63\x63\x65ptance_histogram\x18\x03 \x03(\r\x12\x16\n\x0enum_spec_steps\x18\x04 \x01(\r\x12!\n\x19num_accepted_draft_tokens\x18\x05 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x06 \x01(\r\x12\x17\n\x0fnum_spec_tokens\x18\x07 \x01(\r\x12\x12\n\nnum_rounds\x18\x08 \x01(\r\"\xb7\x01\n\tModelInfo\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x12\n\nmax_length\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x12\n\ndrafter_id\x18\x04 \x01(\t\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x13\n\x0btree_budget\x18\x06 \x01(\r\x12\x15\n\rdummy_weights\x18\x07 \x01(\x08\x12\x1c\n\x14simulated_acceptance\x18\x08 \x01(\t\"W\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12+\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x1b.specbridge.v1.ChatMessagesH\x00\x42\x07\n\x05input\"\x1c\n\rTokenizeReply\x12\x0b\n\x03ids\x18\x01 \x03(\r\" \n\x11\x44\x65tokenizeRequest\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x1f\n\x0f\x44\x65tokenizeReply\x12\x0c\n\x04text\x18\x01 \x01(\t2\xb4\x02\n\nGeneration\x12J\n\x08Generate\x12\x1e.specbridge.v1.GenerateRequest\x1a\x1c.specbridge.v1.GenerateReply0\x01\x12@\n\x08GetModel\x12\x1a.specbridge.v1.InfoRequest\x1a\x18.specbridge.v1.ModelInfo\x12H\n\x08Tokenize\x12\x1e.specbridge.v1.TokenizeRequest\x1a\x1c.specbridge.v1.TokenizeReply\x12N\n\nDetokenize\x12 .specbridge.v1.DetokenizeRequest\x1a\x1e.specbridge.v1.DetokenizeReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/gateway.proto\x12\rspecbridge.v1\x1a\x13protos/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"<\n\x0c\x43hatMessages\x12,\n\x08messages\x18\x01 \x03(\x0b\x32\x1a.specbridge.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xf1\x03\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12+\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x1b.specbridge.v1.ChatMessagesH\x00\x12,\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x17.specbridge.v1.TokenIdsH\x00\x12\x18\n\x0btemperature\x18\x04 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x05 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x06 \x01(\x02H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x07 \x01(\x02H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x03H\x05\x88\x01\x01\x12\x17\n\nmax_tokens\x18\t \x01(\rH\x06\x88\x01\x01\x12\x12\n\nmin_tokens\x18\n \x01(\r\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x12\n\nignore_eos\x18\r \x01(\x08\x12\x16\n\x0eno_speculation\x18\x0e \x01(\x08\x12\x16\n\x0emax_tree_nodes\x18\x0f \x01(\r\x12\x12\n\nrequest_id\x18\x10 \x01(\t\x12\x10\n\x08priority\x18\x11 \x01(\x11\x42\x07\n\x05inputB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokens\"e\n\rGenerateReply\x12%\n\x05\x64\x65lta\x18\x01 \x01(\x0b\x32\x14.specbridge.v1.DeltaH\x00\x12%\n\x05\x66inal\x18\x02 \x01(\x0b\x32\x14.specbridge.v1.FinalH\x00\x42\x06\n\x04kind\"(\n\x05\x44\x65lta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\xf2\x01\n\x05\x46inal\x12\x32\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x1b.specbridge.v1.FinishReason\x12\x14\n\x0cmatched_stop\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x04 \x01(\r\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12\x0c\n\x04seed\x18\x06 \x01(\x04\x12\x34\n\x0bspeculation\x18\x07 \x01(\x0b\x32\x1f.specbridge.v1.SpeculativeStats\x12\x12\n\nrequest_id\x18\x08 \x01(\t\"\xf1\x01\n\x10SpeculativeStats\x12\x1e\n\x16mean_acceptance_length\x18\x01 \x01(\x02\x12\x1d\n\x15\x64raft_acceptance_rate\x18\x02 \x01(\x02\x12\x1c\n\x14\x61\x63\x63\x65ptance_histogram\x18\x03 \x03(\r\x12\x16\n\x0enum_spec_steps\x18\x04 \x01(\r\x12!\n\x19num_accepted_draft_tokens\x18\x05 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x06 \x01(\r\x12\x17\n\x0fnum_spec_tokens\x18\x07 \x01(\r\x12\x12\n\nnum_rounds\x18\x08 \x01(\r\"\xb7\x01\n\tModelInfo\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x12\n\nmax_length\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x12\n\ndrafter_id\x18\x04 \x01(\t\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x13\n\x0btree_budget\x18\x06 \x01(\r\x12\x15\n\rdummy_weights\x18\x07 \x01(\x08\x12\x1c\n\x14simulated_acceptance\x18\x08 \x01(\t\"W\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12+\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x1b.specbridge.v1.ChatMessagesH\x00\x42\x07\n\x05input\"\x1c\n\rTokenizeReply\x12\x0b\n\x03ids\x18\x01 \x03(\r\" \n\x11\x44\x65tokenizeRequest\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x1f\n\x0f\x44\x65tokenizeReply\x12\x0c\n\x04text\x18\x01 \x01(\t2\xb4\x02\n\nGeneration\x12J\n\x08Generate\x12\x1e.specbridge.v1.GenerateRequest\x1a\x1c.specbridge.v1.GenerateReply0\x01\x12@\n\x08GetModel\x12\x1a.specbridge.v1.InfoRequest\x1a\x18.specbridge.v1.ModelInfo\x12H\n\x08Tokenize\x12\x1e.specbridge.v1.TokenizeRequest\x1a\x1c.specbridge.v1.TokenizeReply\x12N\n\nDetokenize\x12 .specbridge.v1.DetokenizeRequest\x1a\x1e.specbridge.v1.DetokenizeReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,25 +39,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENIDS']._serialized_start=168
   _globals['_TOKENIDS']._serialized_end=191
   _globals['_GENERATEREQUEST']._serialized_start=194
-  _globals['_GENERATEREQUEST']._serialized_end=673
-  _globals['_GENERATEREPLY']._serialized_start=675
-  _globals['_GENERATEREPLY']._serialized_end=776
-  _globals['_DELTA']._serialized_start=778
-  _globals['_DELTA']._serialized_end=818
-  _globals['_FINAL']._serialized_start=821
-  _globals['_FINAL']._serialized_end=1063
-  _globals['_SPECULATIVESTATS']._serialized_start=1066
-  _globals['_SPECULATIVESTATS']._serialized_end=1307
-  _globals['_MODELINFO']._serialized_start=1310
-  _globals['_MODELINFO']._serialized_end=1493
-  _globals['_TOKENIZEREQUEST']._serialized_start=1495
-  _globals['_TOKENIZEREQUEST']._serialized_end=1582
-  _globals['_TOKENIZEREPLY']._serialized_start=1584
-  _globals['_TOKENIZEREPLY']._serialized_end=1612
-  _globals['_DETOKENIZEREQUEST']._serialized_start=1614
-  _globals['_DETOKENIZEREQUEST']._serialized_end=1646
-  _globals['_DETOKENIZEREPLY']._serialized_start=1648
-  _globals['_DETOKENIZEREPLY']._serialized_end=1679
-  _globals['_GENERATION']._serialized_start=1682
-  _globals['_GENERATION']._serialized_end=1990
+  _globals['_GENERATEREQUEST']._serialized_end=691
+  _globals['_GENERATEREPLY']._serialized_start=693
+  _globals['_GENERATEREPLY']._serialized_end=794
+  _globals['_DELTA']._serialized_start=796
+  _globals['_DELTA']._serialized_end=836
+  _globals['_FINAL']._serialized_start=839
+  _globals['_FINAL']._serialized_end=1081
+  _globals['_SPECULATIVESTATS']._serialized_start=1084
+  _globals['_SPECULATIVESTATS']._serialized_end=1325
+  _globals['_MODELINFO']._serialized_start=1328
+  _globals['_MODELINFO']._serialized_end=1511
+  _globals['_TOKENIZEREQUEST']._serialized_start=1513
+  _globals['_TOKENIZEREQUEST']._serialized_end=1600
+  _globals['_TOKENIZEREPLY']._serialized_start=1602
+  _globals['_TOKENIZEREPLY']._serialized_end=1630
+  _globals['_DETOKENIZEREQUEST']._serialized_start=1632
+  _globals['_DETOKENIZEREQUEST']._serialized_end=1664
+  _globals['_DETOKENIZEREPLY']._serialized_start=1666
+  _globals['_DETOKENIZEREPLY']._serialized_end=1697
+  _globals['_GENERATION']._serialized_start=1700
+  _globals['_GENERATION']._serialized_end=2008
 # @@protoc_insertion_point(module_scope)

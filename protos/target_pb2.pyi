@@ -26,7 +26,7 @@ TARGET_RESULT_KIND_PREEMPTED: TargetResultKind
 TARGET_RESULT_KIND_ERROR: TargetResultKind
 
 class TargetInfo(_message.Message):
-    __slots__ = ("model_id", "fingerprint", "vocab_size", "eos_token_ids", "hidden_size", "num_layers", "page_size", "max_length", "tp_size", "max_sessions", "max_tree_nodes", "total_pages", "dtype", "device", "verify_cost", "channel_transport", "channel_reason", "instance", "deterministic", "dummy_weights", "simulated_acceptance")
+    __slots__ = ("model_id", "fingerprint", "vocab_size", "eos_token_ids", "hidden_size", "num_layers", "page_size", "max_length", "tp_size", "max_sessions", "max_tree_nodes", "total_pages", "dtype", "device", "verify_cost", "channel_transport", "channel_reason", "instance", "deterministic", "dummy_weights", "simulated_acceptance", "footprint")
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -48,6 +48,7 @@ class TargetInfo(_message.Message):
     DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
     DUMMY_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     SIMULATED_ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
+    FOOTPRINT_FIELD_NUMBER: _ClassVar[int]
     model_id: str
     fingerprint: str
     vocab_size: int
@@ -69,7 +70,8 @@ class TargetInfo(_message.Message):
     deterministic: bool
     dummy_weights: bool
     simulated_acceptance: str
-    def __init__(self, model_id: _Optional[str] = ..., fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., hidden_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., page_size: _Optional[int] = ..., max_length: _Optional[int] = ..., tp_size: _Optional[int] = ..., max_sessions: _Optional[int] = ..., max_tree_nodes: _Optional[int] = ..., total_pages: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., verify_cost: _Optional[_Iterable[_Union[_common_pb2.CostPoint, _Mapping]]] = ..., channel_transport: _Optional[str] = ..., channel_reason: _Optional[str] = ..., instance: _Optional[bytes] = ..., deterministic: _Optional[bool] = ..., dummy_weights: _Optional[bool] = ..., simulated_acceptance: _Optional[str] = ...) -> None: ...
+    footprint: _common_pb2.Footprint
+    def __init__(self, model_id: _Optional[str] = ..., fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., hidden_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., page_size: _Optional[int] = ..., max_length: _Optional[int] = ..., tp_size: _Optional[int] = ..., max_sessions: _Optional[int] = ..., max_tree_nodes: _Optional[int] = ..., total_pages: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., verify_cost: _Optional[_Iterable[_Union[_common_pb2.CostPoint, _Mapping]]] = ..., channel_transport: _Optional[str] = ..., channel_reason: _Optional[str] = ..., instance: _Optional[bytes] = ..., deterministic: _Optional[bool] = ..., dummy_weights: _Optional[bool] = ..., simulated_acceptance: _Optional[str] = ..., footprint: _Optional[_Union[_common_pb2.Footprint, _Mapping]] = ...) -> None: ...
 
 class TargetRequest(_message.Message):
     __slots__ = ("batch_id", "open", "verify", "release")
@@ -84,7 +86,7 @@ class TargetRequest(_message.Message):
     def __init__(self, batch_id: _Optional[int] = ..., open: _Optional[_Iterable[_Union[TargetOpen, _Mapping]]] = ..., verify: _Optional[_Iterable[_Union[Verify, _Mapping]]] = ..., release: _Optional[_Iterable[_Union[Release, _Mapping]]] = ...) -> None: ...
 
 class TargetOpen(_message.Message):
-    __slots__ = ("session", "tokens", "prompt_length", "sampling", "stop", "draft_prefix", "speculate", "cache_salt", "want_logprobs")
+    __slots__ = ("session", "tokens", "prompt_length", "sampling", "stop", "draft_prefix", "speculate", "cache_salt", "want_logprobs", "priority", "age_ms")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
@@ -94,6 +96,8 @@ class TargetOpen(_message.Message):
     SPECULATE_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     WANT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    AGE_MS_FIELD_NUMBER: _ClassVar[int]
     session: _common_pb2.SessionKey
     tokens: _containers.RepeatedScalarFieldContainer[int]
     prompt_length: int
@@ -103,7 +107,9 @@ class TargetOpen(_message.Message):
     speculate: bool
     cache_salt: bytes
     want_logprobs: int
-    def __init__(self, session: _Optional[_Union[_common_pb2.SessionKey, _Mapping]] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[_common_pb2.StopParams, _Mapping]] = ..., draft_prefix: _Optional[int] = ..., speculate: _Optional[bool] = ..., cache_salt: _Optional[bytes] = ..., want_logprobs: _Optional[int] = ...) -> None: ...
+    priority: int
+    age_ms: int
+    def __init__(self, session: _Optional[_Union[_common_pb2.SessionKey, _Mapping]] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[_common_pb2.StopParams, _Mapping]] = ..., draft_prefix: _Optional[int] = ..., speculate: _Optional[bool] = ..., cache_salt: _Optional[bytes] = ..., want_logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., age_ms: _Optional[int] = ...) -> None: ...
 
 class Verify(_message.Message):
     __slots__ = ("session", "base", "tree", "defer_rows")
@@ -160,14 +166,16 @@ class TokenLogprobs(_message.Message):
     def __init__(self, chosen: _Optional[float] = ..., top_ids: _Optional[_Iterable[int]] = ..., top: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class TargetReply(_message.Message):
-    __slots__ = ("batch_id", "results", "timings")
+    __slots__ = ("batch_id", "results", "timings", "available_pages")
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     RESULTS_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    AVAILABLE_PAGES_FIELD_NUMBER: _ClassVar[int]
     batch_id: int
     results: _containers.RepeatedCompositeFieldContainer[TargetResult]
     timings: TargetTimings
-    def __init__(self, batch_id: _Optional[int] = ..., results: _Optional[_Iterable[_Union[TargetResult, _Mapping]]] = ..., timings: _Optional[_Union[TargetTimings, _Mapping]] = ...) -> None: ...
+    available_pages: int
+    def __init__(self, batch_id: _Optional[int] = ..., results: _Optional[_Iterable[_Union[TargetResult, _Mapping]]] = ..., timings: _Optional[_Union[TargetTimings, _Mapping]] = ..., available_pages: _Optional[int] = ...) -> None: ...
 
 class TargetTimings(_message.Message):
     __slots__ = ("queue_ns", "forward_ns", "commit_ns", "rows", "prefill_rows", "service_ns")
@@ -216,20 +224,22 @@ class ChannelRequest(_message.Message):
     def __init__(self, attach: _Optional[_Union[Attach, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., recapture: _Optional[_Union[Recapture, _Mapping]] = ..., projection_part: _Optional[_Union[ProjectionPart, _Mapping]] = ...) -> None: ...
 
 class Attach(_message.Message):
-    __slots__ = ("identity", "target_layer_ids", "normed_last_layer", "transports", "slots", "projection")
+    __slots__ = ("identity", "target_layer_ids", "normed_last_layer", "transports", "slots", "projection", "take_over")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     TARGET_LAYER_IDS_FIELD_NUMBER: _ClassVar[int]
     NORMED_LAST_LAYER_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     PROJECTION_FIELD_NUMBER: _ClassVar[int]
+    TAKE_OVER_FIELD_NUMBER: _ClassVar[int]
     identity: PeerIdentity
     target_layer_ids: _containers.RepeatedScalarFieldContainer[int]
     normed_last_layer: bool
     transports: _containers.RepeatedScalarFieldContainer[str]
     slots: int
     projection: Projection
-    def __init__(self, identity: _Optional[_Union[PeerIdentity, _Mapping]] = ..., target_layer_ids: _Optional[_Iterable[int]] = ..., normed_last_layer: _Optional[bool] = ..., transports: _Optional[_Iterable[str]] = ..., slots: _Optional[int] = ..., projection: _Optional[_Union[Projection, _Mapping]] = ...) -> None: ...
+    take_over: bool
+    def __init__(self, identity: _Optional[_Union[PeerIdentity, _Mapping]] = ..., target_layer_ids: _Optional[_Iterable[int]] = ..., normed_last_layer: _Optional[bool] = ..., transports: _Optional[_Iterable[str]] = ..., slots: _Optional[int] = ..., projection: _Optional[_Union[Projection, _Mapping]] = ..., take_over: _Optional[bool] = ...) -> None: ...
 
 class Projection(_message.Message):
     __slots__ = ("width", "columns", "dtype", "eps")

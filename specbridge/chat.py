@@ -148,7 +148,7 @@ async def _talk(args: argparse.Namespace, address: str, console: Console) -> Non
             await _converse(client, args, console)
         if args.compare:
             own = [args.prompt] if args.prompt and not args.demo else None
-            await _compare(client, args, own or _prompts(args.prompts), console)
+            await _compare(client, args, own or read_prompts(args.prompts), console)
 
 
 async def _converse(client: GenerationClient, args: argparse.Namespace, console: Console) -> None:
@@ -297,7 +297,8 @@ def _ask(
     )
 
 
-def _prompts(path: str | None) -> Sequence[str]:
+def read_prompts(path: str | None) -> Sequence[str]:
+    """The lines of the file that --prompts names; of our own without one. Raises ConfigError."""
     if path is None:
         return PROMPTS
     try:
@@ -319,6 +320,7 @@ __all__ = [
     "main",
     "measure",
     "overall",
+    "read_prompts",
     "speedup",
     "table",
 ]

@@ -1,4 +1,4 @@
-"""The command line: serve | target | draft | gateway | chat | model | health | version.
+"""The command line: serve | target | draft | gateway | chat | explain | train | model | health | version.
 
 Owns parsing, exit codes (0 fine, 1 failed, 2 a setting that can't work, 130 interrupted) and printing. Does
 not own what the commands do. Services and torch are imported when a command needs them: --help stays fast.
@@ -140,6 +140,21 @@ def _chat(argv: Sequence[str]) -> int:
     return chat(argv)
 
 
+def _train(argv: Sequence[str]) -> int:
+    """make a drafter for a target: data, fit, eval"""
+    from specbridge.train_cli import main as train
+
+    return train(argv)
+
+
+def _explain(argv: Sequence[str]) -> int:
+    """measure what a round reads and costs, and what each part of the system gives"""
+    from specbridge.explain.command import main as explain
+
+    configure_logging("warning", "explain")
+    return explain(argv)
+
+
 def _model(argv: Sequence[str]) -> int:
     """fetch, convert, list or locate models"""
     from specbridge import models
@@ -208,6 +223,8 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "draft": _draft,
     "gateway": _gateway,
     "chat": _chat,
+    "explain": _explain,
+    "train": _train,
     "model": _model,
     "health": _health,
     "version": _show_version,

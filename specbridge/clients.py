@@ -39,6 +39,7 @@ class Ask:
     temperature: float | None = None
     seed: int | None = None
     speculate: bool = True
+    max_tree_nodes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,7 @@ class GenerationClient:
             ),
             no_speculation=not ask.speculate,
         )
-        for name in ("max_tokens", "temperature", "seed"):
+        for name in ("max_tokens", "temperature", "seed", "max_tree_nodes"):
             if (value := getattr(ask, name)) is not None:
                 setattr(request, name, value)
         call = self._stub.Generate(request)

@@ -7,6 +7,7 @@ against a registry from `new_registry`. No multiprocess mode: Prometheus does th
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterable, Mapping
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import (
@@ -14,8 +15,11 @@ from prometheus_client import (
     GCCollector,
     PlatformCollector,
     ProcessCollector,
+    disable_created_metrics,
     start_http_server,
 )
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 log = logging.getLogger(__name__)
 
@@ -33,11 +37,41 @@ LATENCY_BUCKETS = (
 
 def new_registry() -> CollectorRegistry:
     """A registry with the process, platform and garbage-collector metrics every process shows."""
+    # A second series beside each counter, with the time it was made: nobody asks, every scrape would pay.
+    disable_created_metrics()
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
     GCCollector(registry=registry)
     return registry
+
+
+class LabelledGauge(Collector):
+    """A gauge of one label whose values are read when somebody scrapes.
+
+    read: value by label; no values, no series.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        text: str,
+        label: str,
+        read: Callable[[], Mapping[str, float]],
+        *,
+        registry: CollectorRegistry,
+    ) -> None:
+        self._name, self._text, self._label, self._read = name, text, label, read
+        registry.register(self)
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        family = GaugeMetricFamily(self._name, self._text, labels=[self._label])
+        for value, amount in self._read().items():
+            family.add_metric([value], amount)
+        return [family]
+
+    def describe(self) -> Iterable[GaugeMetricFamily]:
+        return [GaugeMetricFamily(self._name, self._text, labels=[self._label])]
 
 
 def serve_metrics(registry: CollectorRegistry, port: int, host: str = "127.0.0.1") -> tuple[WSGIServer, int]:

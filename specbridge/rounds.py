@@ -149,6 +149,18 @@ class CostPoint:
     time_ns: int
 
 
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What a pass of a service reads (protos/common.proto). Bytes; copy_bytes_per_s 0: not measured."""
+
+    weight_bytes: int = 0
+    products_per_row: int = 0
+    kv_bytes_per_token: int = 0
+    num_kv_heads: int = 0
+    copy_bytes_per_s: int = 0
+    append_weight_bytes: int = 0
+
+
 # ---- target ---------------------------------------------------------------------------------
 
 
@@ -175,10 +187,14 @@ class TargetInfo:
     deterministic: bool = False
     dummy_weights: bool = False
     simulated_acceptance: str = ""
+    footprint: Footprint = Footprint()
 
 
 @dataclass(frozen=True, slots=True)
 class TargetOpen:
+    """priority: lower is prefilled first and preempted last. age_ms: since the request began, over all its
+    incarnations; of equal priority the youngest is preempted."""
+
     session: SessionKey
     tokens: tuple[int, ...]
     prompt_length: int
@@ -188,6 +204,8 @@ class TargetOpen:
     speculate: bool = True
     cache_salt: bytes = b""
     want_logprobs: int = 0
+    priority: int = 0
+    age_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,9 +275,12 @@ class TargetTimings:
 
 @dataclass(frozen=True, slots=True)
 class TargetReply:
+    """available_pages: KV pages that no session held when this was sent; None: the target does not say."""
+
     batch_id: int
     results: tuple[TargetResult, ...]
     timings: TargetTimings | None = None
+    available_pages: int | None = None
 
 
 # ---- draft ----------------------------------------------------------------------------------
@@ -282,6 +303,7 @@ class DraftInfo:
     attached: bool = False
     dummy_weights: bool = False
     simulated_acceptance: str = ""
+    footprint: Footprint = Footprint()
 
 
 @dataclass(frozen=True, slots=True)

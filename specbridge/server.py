@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import secrets
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -26,6 +27,8 @@ from specbridge.logs import request_id
 log = logging.getLogger(__name__)
 
 REQUEST_ID_KEY = "x-request-id"
+RETRY_AFTER_KEY = "retry-after"
+"""Trailing metadata of RESOURCE_EXHAUSTED: whole seconds until trying again makes sense."""
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 KEEPALIVE_S = 10.0
 
@@ -88,7 +91,10 @@ async def abort(context: grpc.aio.ServicerContext, error: BaseException) -> None
     mapping = errors.mapping(error)
     if not isinstance(error, errors.SpecBridgeError):
         log.exception("unexpected error in a call", exc_info=error)
-    await context.abort(grpc.StatusCode[mapping.grpc_status], errors.message_of(error))
+    hint: list[tuple[str, str]] = []
+    if isinstance(error, errors.CapacityError) and error.retry_after is not None:
+        hint = [(RETRY_AFTER_KEY, str(max(1, math.ceil(error.retry_after))))]
+    await context.abort(grpc.StatusCode[mapping.grpc_status], errors.message_of(error), tuple(hint))
 
 
 @contextlib.asynccontextmanager

@@ -113,6 +113,7 @@ def _costs_from_pb(points) -> tuple[r.CostPoint, ...]:  # type: ignore[no-untype
 
 # ---- target ---------------------------------------------------------------------------------
 
+_FOOTPRINT = tuple(r.Footprint.__slots__)
 _TARGET_INFO_PLAIN = (
     "model_id", "fingerprint", "vocab_size", "hidden_size", "num_layers", "page_size", "max_length",
     "tp_size", "max_sessions", "max_tree_nodes", "total_pages", "dtype", "device", "instance",
@@ -124,6 +125,7 @@ def target_info_to_pb(info: r.TargetInfo) -> target_pb2.TargetInfo:
     return target_pb2.TargetInfo(
         eos_token_ids=info.eos_token_ids,
         verify_cost=_costs_fields(info.verify_cost),
+        footprint={n: getattr(info.footprint, n) for n in _FOOTPRINT},
         **{name: getattr(info, name) for name in _TARGET_INFO_PLAIN},
     )
 
@@ -132,21 +134,23 @@ def target_info_from_pb(pb: target_pb2.TargetInfo) -> r.TargetInfo:
     return r.TargetInfo(
         eos_token_ids=tuple(pb.eos_token_ids),
         verify_cost=_costs_from_pb(pb.verify_cost),
+        footprint=r.Footprint(*(getattr(pb.footprint, n) for n in _FOOTPRINT)),
         **{name: getattr(pb, name) for name in _TARGET_INFO_PLAIN},
     )
+
+
+_TARGET_OPEN_PLAIN = (
+    "prompt_length", "draft_prefix", "speculate", "cache_salt", "want_logprobs", "priority", "age_ms",
+)  # fmt: skip
 
 
 def _target_open_to_pb(o: r.TargetOpen) -> target_pb2.TargetOpen:
     return target_pb2.TargetOpen(
         session=key_fields(o.session),
         tokens=o.tokens,
-        prompt_length=o.prompt_length,
         sampling=sampling_to_pb(o.sampling),
         stop=stop_to_pb(o.stop),
-        draft_prefix=o.draft_prefix,
-        speculate=o.speculate,
-        cache_salt=o.cache_salt,
-        want_logprobs=o.want_logprobs,
+        **{name: getattr(o, name) for name in _TARGET_OPEN_PLAIN},
     )
 
 
@@ -154,13 +158,9 @@ def _target_open_from_pb(pb: target_pb2.TargetOpen) -> r.TargetOpen:
     return r.TargetOpen(
         session=key_from_pb(pb.session),
         tokens=tuple(pb.tokens[:]),
-        prompt_length=pb.prompt_length,
         sampling=sampling_from_pb(pb.sampling),
         stop=stop_from_pb(pb.stop),
-        draft_prefix=pb.draft_prefix,
-        speculate=pb.speculate,
-        cache_salt=pb.cache_salt,
-        want_logprobs=pb.want_logprobs,
+        **{name: getattr(pb, name) for name in _TARGET_OPEN_PLAIN},
     )
 
 
@@ -247,6 +247,7 @@ def target_reply_to_pb(reply: r.TargetReply) -> target_pb2.TargetReply:
         batch_id=reply.batch_id,
         results=[_target_result_fields(result) for result in reply.results],
         timings={n: getattr(timings, n) for n in _TARGET_TIMINGS} if timings else None,
+        available_pages=reply.available_pages,
     )
 
 
@@ -256,7 +257,12 @@ def target_reply_from_pb(pb: target_pb2.TargetReply) -> r.TargetReply:
         if pb.HasField("timings")
         else None
     )
-    return r.TargetReply(pb.batch_id, tuple(_target_result_from_pb(result) for result in pb.results), timings)
+    return r.TargetReply(
+        pb.batch_id,
+        tuple(_target_result_from_pb(result) for result in pb.results),
+        timings,
+        pb.available_pages if pb.HasField("available_pages") else None,
+    )
 
 
 # ---- draft ----------------------------------------------------------------------------------
@@ -272,6 +278,7 @@ def draft_info_to_pb(info: r.DraftInfo) -> draft_pb2.DraftInfo:
     return draft_pb2.DraftInfo(
         target_layer_ids=info.target_layer_ids,
         draft_cost=_costs_fields(info.draft_cost),
+        footprint={n: getattr(info.footprint, n) for n in _FOOTPRINT},
         **{name: getattr(info, name) for name in _DRAFT_INFO_PLAIN},
     )
 
@@ -280,6 +287,7 @@ def draft_info_from_pb(pb: draft_pb2.DraftInfo) -> r.DraftInfo:
     return r.DraftInfo(
         target_layer_ids=tuple(pb.target_layer_ids),
         draft_cost=_costs_from_pb(pb.draft_cost),
+        footprint=r.Footprint(*(getattr(pb.footprint, n) for n in _FOOTPRINT)),
         **{name: getattr(pb, name) for name in _DRAFT_INFO_PLAIN},
     )
 

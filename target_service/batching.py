@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from specbridge.rounds import TargetReply, TargetResult, TargetTimings, Verify
+from specbridge.errors import SpecBridgeError
+from specbridge.rounds import SessionKey, TargetReply, TargetResult, TargetResultKind, TargetTimings, Verify
 from target_service.capture import Reserved
 from target_service.sampling import RowGroup
 from target_service.session import Reply, Session
@@ -217,3 +218,24 @@ def _ring_span(reserved: Reserved | None, first: int) -> RingSpan | None:
     if reserved is None:
         return None
     return RingSpan(reserved.handle.first_slot + reserved.offset, reserved.first - first)
+
+
+def error_result(item: VerifyItem, error: SpecBridgeError) -> TargetResult:
+    """One verify's error."""
+    return TargetResult(
+        item.verify.session,
+        TargetResultKind.ERROR,
+        base=item.verify.base,
+        error=error,
+        draft_has_context=False,
+    )
+
+
+def failed_result(key: SessionKey, error: SpecBridgeError) -> TargetResult:
+    """A session's end by an error."""
+    return TargetResult(key, TargetResultKind.ERROR, error=error, draft_has_context=False)
+
+
+def preempted_result(key: SessionKey) -> TargetResult:
+    """A session's end for want of pages; it may be opened again."""
+    return TargetResult(key, TargetResultKind.PREEMPTED, draft_has_context=False)

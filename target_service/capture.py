@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import torch
 
 from specbridge.rounds import SessionKey
-from target_service.metrics import TargetMetrics
+from target_service.metrics import RECAPTURE_CAUSES, TargetMetrics
 
 log = logging.getLogger(__name__)
 
@@ -367,4 +367,4 @@ class Capture:
 
 def _cause_label(cause: str) -> str:
     """Causes come from a peer; labels must stay few."""
-    return cause if cause in {"attach", "gap", "restart", "slots"} else "other"
+    return cause if cause in RECAPTURE_CAUSES else "other"

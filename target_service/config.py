@@ -76,6 +76,10 @@ class TargetSettings(Settings):
     """Most verify rows of one forward; a larger batch runs as several. 0: 8 full trees or 256, the larger."""
     prefill_chunk: int = Field(default=0, ge=0)
     """Most prompt rows of one forward; 0: 128 on a CPU, 1024 on a GPU."""
+    max_itl_ms: float = Field(default=0.0, ge=0)
+    """Goal, in milliseconds, for a round's time at the target while prompts run beside it: prompt chunks are
+    cut to keep it, as far as the passes' measured times tell. 0: twice a round without prompts.
+    """
     deterministic: bool = False
     """One session a forward, rows padded to fixed buckets, no prefix cache: the same request with the same
     draft trees gives the same bits whatever else runs, unless KV pages run short. Slower.
@@ -86,6 +90,8 @@ class TargetSettings(Settings):
     """
     session_lease: float = Field(default=10.0, gt=0)
     """Seconds that sessions outlive a broken Rounds stream."""
+    idle_lease: float = Field(default=600.0, gt=0)
+    """Seconds without a verify after which a session is freed although its peer is connected."""
     channel_slots: int = Field(default=4096, ge=1)
     """Rows of the hidden-state ring, unless the draft asks for fewer."""
     channel_lease: float = Field(default=10.0, gt=0)
@@ -158,7 +164,9 @@ class Limits:
     channel_slots: int
     deterministic: bool = False
     prefix_cache: bool = True
+    max_itl_ms: float = 0.0
     session_lease: float = 10.0
+    idle_lease: float = 600.0
     capture_wait: float = 0.5
     recapture_interval: float = 1.0
     warmup_repeats: int = 0
@@ -223,7 +231,9 @@ def resolve_limits(settings: TargetSettings, *, model_length: int, device: str) 
         channel_slots=settings.channel_slots,
         deterministic=settings.deterministic,
         prefix_cache=settings.prefix_cache,
+        max_itl_ms=settings.max_itl_ms,
         session_lease=settings.session_lease,
+        idle_lease=settings.idle_lease,
         capture_wait=settings.capture_wait,
         recapture_interval=settings.recapture_interval,
         warmup_repeats=settings.warmup_repeats,

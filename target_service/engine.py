@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from kernels.linear import activation_dtype
 from specbridge.channel.base import Projection
 from specbridge.errors import InternalError, InvalidRequest, SpecBridgeError, Unavailable
-from specbridge.rounds import SessionKey, TargetInfo, TargetRequest
+from specbridge.rounds import Footprint, SessionKey, TargetInfo, TargetRequest
 from target_service.capture import Capture, CaptureState, HiddenStateSink
 from target_service.config import Limits
 from target_service.kv_cache import PageCache
@@ -27,7 +27,7 @@ from target_service.ports import ModelConfig, Runner
 from target_service.session import Phase, Reply
 from target_service.sessions import SessionBook
 from target_service.stepper import Stepper
-from target_service.warmup import decode_steps, measure_verify_cost
+from target_service.warmup import decode_steps, measure_prefill_cost, measure_verify_cost
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +45,7 @@ class Identity:
     tp_size: int = 1
     instance: bytes = b""
     dummy_weights: bool = False
+    footprint: Footprint = Footprint()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +121,7 @@ class Engine:
             deterministic=limits.deterministic,
             dummy_weights=identity.dummy_weights,
             simulated_acceptance=limits.simulated_acceptance,
+            footprint=identity.footprint,
         )
 
     # ---- for everybody, any thread --------------------------------------------------------------
@@ -289,8 +291,7 @@ class Engine:
         )
         if blocked:
             return _BLOCKED_S
-        expiry = self._book.next_expiry()
-        return _CHECK_S if expiry is None else min(max(expiry - time.monotonic(), 0.0), _CHECK_S)
+        return min(max(self._book.next_expiry() - time.monotonic(), 0.0), _CHECK_S)
 
     def _guard(self, work: Callable[[], None]) -> None:
         try:
@@ -342,6 +343,9 @@ class Engine:
     def _warm_up(self) -> None:
         begin = time.monotonic()
         points = measure_verify_cost(self._runner.run, self._limits, repeats=self._limits.warmup_repeats)
+        if points:
+            prefill = measure_prefill_cost(self._runner.run, self._limits)
+            self._stepper.planner.set_times(points, prefill)
         self._runner.warm_up(decode_steps(self._limits))
         self._info = replace(self._info, verify_cost=points)
         log.info("warm after %.1f s, %d points of verify cost", time.monotonic() - begin, len(points))

@@ -33,9 +33,19 @@ class PageCache:
         return self.pool.used_pages
 
     @property
+    def available(self) -> int:
+        """Pages that sequences can still take: free ones and those kept as prefixes."""
+        return self.pool.available_pages
+
+    @property
     def cached(self) -> int:
         """Indexed pages held by nobody; evicted, least recently used first, when pages are needed."""
         return self.pool.cached_pages
+
+    @property
+    def evictions(self) -> int:
+        """Cached pages given up for others so far."""
+        return self.pool.evictions
 
     @property
     def index_version(self) -> int:
@@ -49,6 +59,10 @@ class PageCache:
     def open(self, tokens: Sequence[int], *, salt: bytes, limit: int) -> PagedSequence:
         """A sequence with the longest cached prefix of `tokens`, in whole pages, at most `limit` tokens."""
         return self.pool.open(tokens, salt=salt, limit=limit)
+
+    def missing(self, sequence: PagedSequence, length: int) -> int:
+        """Pages that `grow` to `length` tokens would take."""
+        return sequence.missing_pages(max(length - sequence.length, 0))
 
     def grow(self, sequence: PagedSequence, length: int) -> None:
         """Make `sequence` cover `length` tokens. Raises CapacityError, taking nothing, if pages run short."""

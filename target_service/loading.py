@@ -10,14 +10,18 @@ import logging
 import secrets
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from kernels.copy_rate import copy_rate
+from kernels.device import memory_in_use
 from specbridge.errors import SpecBridgeError
 from specbridge.models import config_name, resolve_config, resolve_target
+from specbridge.rounds import Footprint
 from specbridge.settings import Launched
 from target_service.config import Limits, TargetSettings, memory_rules, resolve_limits
 from target_service.engine import Engine, Identity
@@ -43,6 +47,9 @@ def load_engine(
     assert isinstance(runner, Runner)
     limits = plan.limits.with_pages(runner.num_pages)
     _announce_memory(runner, limits, plan.limits.max_length, metrics)
+    metrics.read_gpu_memory = partial(memory_in_use, str(runner.device))
+    if runner.collectives is not None:
+        metrics.watch_collectives(runner.collectives)
     announce_synthetic(limits, metrics, dummy=plan.dummy)
     identity = Identity(
         model_id=config_name(plan.folder) if plan.dummy else settings.target,
@@ -51,6 +58,7 @@ def load_engine(
         tp_size=runner.tp_size,
         instance=secrets.token_bytes(16),
         dummy_weights=plan.dummy,
+        footprint=_measured(runner, settings),
     )
     return Engine(runner, limits, metrics, identity=identity, on_failure=on_failure)
 
@@ -88,9 +96,6 @@ def _plan(settings: TargetSettings, launch: Launched | None) -> _Plan:
         log.info("the checkpoint is float16, which overflows on a CPU: running it in float32")
         dtype = "float32"
     limits = resolve_limits(settings, model_length=config.max_position_embeddings, device=device)
-    ranks = settings.tp if launch is None else launch.size
-    if settings.cuda_graphs and ranks > 1 and device != "cpu":
-        log.warning("%d ranks: passes are not captured in CUDA graphs yet, they run launch by launch", ranks)
     model = {
         "device": device,
         "dtype": dtype,
@@ -98,8 +103,7 @@ def _plan(settings: TargetSettings, launch: Launched | None) -> _Plan:
         "page_size": limits.page_size,
         "max_rows": limits.max_rows,
         "deterministic": settings.deterministic,
-        # Captured passes of several ranks are not proven yet (docs/performance.md); eager ones are.
-        "cuda_graphs": settings.cuda_graphs and ranks == 1,
+        "cuda_graphs": settings.cuda_graphs,
         "load_format": settings.load_format,
         "simulated": bool(limits.simulated_acceptance),
         "rules": memory_rules(settings, limits),
@@ -110,6 +114,12 @@ def _plan(settings: TargetSettings, launch: Launched | None) -> _Plan:
 def _launched(plan: _Plan, interface: str) -> Runner | Follower:
     assert plan.launch is not None
     return load_launched(plan.folder, plan.launch, interface=interface, **plan.model)
+
+
+def _measured(runner: Runner, settings: TargetSettings) -> Footprint:
+    """What a pass reads, and how fast the memory is that it reads, unless nothing is to be measured."""
+    rate = copy_rate(runner.device) if settings.warmup_repeats else 0
+    return replace(runner.footprint, copy_bytes_per_s=rate)
 
 
 def _announce_memory(runner: Runner, limits: Limits, wanted_length: int, metrics: TargetMetrics) -> None:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed
 
 from specbridge.errors import ConfigError, Unavailable
+from target_service.collective_clock import CollectiveClock
 
 # The classes below are torch.distributed's documented ones and their options, but not in its typed exports.
 dist: Any = torch.distributed
@@ -171,6 +172,7 @@ class RankGroup:
         store: Any = None,
     ) -> None:
         self.rank, self.size = rank, rendezvous.size
+        self.clock = CollectiveClock(device)
         self._timeout = timeout = datetime.timedelta(seconds=timeout_s)
         self._join = datetime.timedelta(seconds=join_timeout_s or timeout_s)
         self._rendezvous = rendezvous
@@ -209,14 +211,14 @@ class RankGroup:
         return dist.ProcessGroupGloo(store, self.rank, self.size, options)
 
     def all_reduce(self, x: torch.Tensor) -> None:
-        with _peer_errors(self.rank):
+        with _peer_errors(self.rank), self.clock:
             _done(self._data.allreduce([x], _in_stream(dist.AllreduceOptions())))
 
     def gather_columns(self, x: torch.Tensor) -> torch.Tensor | None:
         x = x.contiguous()
         options = _in_stream(dist.GatherOptions())
         options.rootRank = 0
-        with _peer_errors(self.rank):
+        with _peer_errors(self.rank), self.clock:
             if self.rank:
                 _done(self._data.gather([], [x], options))
                 return None
@@ -225,13 +227,13 @@ class RankGroup:
         return torch.cat(parts, -1)
 
     def broadcast(self, x: torch.Tensor) -> None:
-        with _peer_errors(self.rank):
+        with _peer_errors(self.rank), self.clock:
             _done(self._data.broadcast([x], _from_first()))
 
     def gather_all(self, x: torch.Tensor) -> torch.Tensor:
         # Into one tensor: a list of parts would cost a launch a rank to put together.
         out = torch.empty(self.size * x.numel(), dtype=x.dtype, device=x.device)
-        with _peer_errors(self.rank):
+        with _peer_errors(self.rank), self.clock:
             _done(self._data._allgather_base(out, x.reshape(-1), _in_stream(AllgatherOptions())))
         return out.view(self.size, *x.shape)
 

@@ -56,7 +56,9 @@ class Runner:
         self.fingerprint = fingerprint
         self.num_pages, self.page_size, self.max_rows = shard.num_pages, spec.page_size, spec.max_rows
         self.plan_of_memory = shard.plan_of_memory
+        self.footprint = shard.footprint
         self.tp_size = 1 if ranks is None or ranks.group is None else ranks.group.size
+        self.collectives = None if ranks is None or ranks.group is None else ranks.group.clock
         self._shard, self._pool = shard, ranks
         self._taps = Taps()
         self._ring: torch.Tensor | None = None
@@ -124,7 +126,8 @@ class Runner:
         step = self._shard.plan(step, self._taps, self._ring)
         if self._pool is None:
             return self._shard.run(step, self._taps, self._ring)
-        with self._pool.step(step_codec.encode_step(step)):
+        assert self.collectives is not None
+        with self._pool.step(step_codec.encode_step(step)), self.collectives.step():
             return self._shard.run(step, self._taps, self._ring)
 
     def check(self) -> None:

@@ -26,6 +26,7 @@ from specbridge.metrics import new_registry, serve_metrics
 from specbridge.process import freeze_heap, run_in_own_thread
 from specbridge.rounds import TargetReply, TargetResultKind
 from specbridge.rounds_stream import RoundsStream
+from specbridge.rpc_metrics import CountCalls
 from specbridge.server import Server, stop_event, typed_errors
 from target_service.config import TargetSettings
 from target_service.engine import Engine
@@ -140,6 +141,7 @@ async def _serve(settings: TargetSettings) -> int:
         [name],
         add=lambda s: target_pb2_grpc.add_TargetServicer_to_server(servicer, s),
         drain_s=settings.drain,
+        interceptors=[CountCalls(metrics.rpc)],
     )
     engine: Engine | None = None
     channel: HiddenStateServer | None = None

@@ -33,8 +33,10 @@ class Phase(Enum):
 class Session:
     """One open session; the engine's thread mutates it.
 
-    order counts opens: the highest is the youngest. lease_until: when to free it, set while its stream is
-    broken. matched: index version and limit of the latest look-up of its prefix.
+    order counts opens. born: when its request began (time.monotonic), earlier incarnations included.
+    active_at: when its peer last asked something of it. started: it holds pages for its whole prompt.
+    lease_until: when to free it, set while its stream is broken. matched: index version and limit of the
+    latest look-up of its prefix.
     """
 
     key: SessionKey
@@ -48,13 +50,27 @@ class Session:
     capture: SessionCapture
     reply: Reply
     order: int
+    priority: int = 0
+    born: float = 0.0
+    active_at: float = 0.0
     salt: bytes = b""
     want_logprobs: int = 0
     kv_length: int = 0
     cached_tokens: int = 0
+    started: bool = False
     phase: Phase = Phase.PREFILL
     lease_until: float | None = None
     matched: tuple[int, int] = (-1, -1)
+
+    @property
+    def place(self) -> tuple[int, float, int]:
+        """Among sessions that want pages: the lowest is served first, the highest is preempted first."""
+        return (self.priority, self.born, self.order)
+
+    @property
+    def waiting(self) -> bool:
+        """A prompt without pages for all of it: what it may hold is a cached prefix."""
+        return self.phase is Phase.PREFILL and not self.started
 
     @property
     def num_tokens(self) -> int:

@@ -7,8 +7,11 @@ Owns opening, releasing, leases, preemption and the queue of verifies. Does not 
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from specbridge.errors import (
     CapacityError,
@@ -26,7 +29,13 @@ from specbridge.rounds import (
     TargetResult,
     TargetResultKind,
 )
-from target_service.batching import Batch, VerifyItem
+from target_service.batching import (
+    Batch,
+    VerifyItem,
+    error_result,
+    failed_result,
+    preempted_result,
+)
 from target_service.capture import Capture
 from target_service.config import Limits
 from target_service.kv_cache import PageCache
@@ -59,6 +68,7 @@ class SessionBook:
         self._eos = tuple(eos_token_ids)
         self._sessions: dict[tuple[bytes, int], Session] = {}
         self._opened = 0
+        self._evictions = 0
         self._replies: list[tuple[Reply, TargetReply]] = []
         self._notices: dict[Reply, list[TargetResult]] = {}
         metrics.pages_total.set(cache.num_pages)
@@ -70,8 +80,8 @@ class SessionBook:
         return iter(self._sessions.values())
 
     def in_phase(self, phase: Phase) -> list[Session]:
-        """Sessions in `phase`, oldest first."""
-        return sorted((s for s in self._sessions.values() if s.phase is phase), key=lambda s: s.order)
+        """Sessions in `phase`: the most urgent first, of equal priority the oldest."""
+        return sorted((s for s in self._sessions.values() if s.phase is phase), key=lambda s: s.place)
 
     def find(self, key: SessionKey) -> Session | None:
         """The session of this key, if it is the current incarnation."""
@@ -94,11 +104,13 @@ class SessionBook:
         count = len(request.verifies)
         batch = Batch(request.batch_id, reply, received, [None] * count, count)
         queued: list[VerifyItem] = []
+        now = time.monotonic()
         for index, verify in enumerate(request.verifies):
             session = self.find(verify.session)
             if session is not None:
                 session.reply = reply
                 session.lease_until = None
+                session.active_at = now
             queued.append(VerifyItem(batch, index, verify))
         if acks:
             self._replies.append((reply, TargetReply(request.batch_id, tuple(acks))))
@@ -115,7 +127,7 @@ class SessionBook:
             self._count(error)
         if keys:
             self._replies.append(
-                (reply, TargetReply(request.batch_id, tuple(_failed(k, error) for k in keys)))
+                (reply, TargetReply(request.batch_id, tuple(failed_result(k, error) for k in keys)))
             )
         count = len(request.verifies)
         batch = Batch(request.batch_id, reply, received, [None] * count, count)
@@ -137,34 +149,43 @@ class SessionBook:
                 session.lease_until = now + self.limits.session_lease
 
     def expire(self, *, now: float) -> None:
-        """Free the sessions whose lease has run out."""
-        for session in [
-            s for s in self._sessions.values() if s.lease_until is not None and s.lease_until <= now
-        ]:
-            log.warning(
-                "session %s freed: its stream has been gone for %.1f s",
-                session.key,
-                self.limits.session_lease,
-            )
-            self.metrics.lease_timeouts.inc()
-            self.remove(session)
+        """Free the sessions whose lease has run out, and those that a living peer asks nothing of."""
+        for session in [s for s in self._sessions.values() if self._expiry(s) <= now]:
+            if session.lease_until is not None:
+                log.warning(
+                    "session %s freed: its stream has been gone for %.1f s",
+                    session.key,
+                    self.limits.session_lease,
+                )
+                self.metrics.lease_timeouts.inc()
+                self.remove(session)
+                continue
+            idle = f"session {session.key} was freed: no verify came for {self.limits.idle_lease:g} s"
+            log.warning("%s", idle)
+            self.metrics.idle_timeouts.inc()
+            self.fail(session, Stale(f"{idle}; open it again to go on"))
 
-    def next_expiry(self) -> float | None:
-        return min(
-            (s.lease_until for s in self._sessions.values() if s.lease_until is not None), default=None
-        )
+    def next_expiry(self) -> float:
+        """When the next session is to be freed (time.monotonic); infinite if none ever is."""
+        return min((self._expiry(s) for s in self._sessions.values()), default=math.inf)
+
+    def _expiry(self, session: Session) -> float:
+        if session.lease_until is not None:
+            return session.lease_until
+        # A prompt that has not run is our debt, not its peer's.
+        return math.inf if session.phase is Phase.PREFILL else session.active_at + self.limits.idle_lease
 
     def _open_result(self, request: TargetOpen, reply: Reply) -> TargetResult:
         try:
             session = self._open(request, reply)
         except SpecBridgeError as error:
             self._count(error)
-            return _failed(request.session, error)
+            return failed_result(request.session, error)
         except Exception as error:  # one open must not end the engine
             log.exception("open of session %s failed", request.session)
             wrapped = InternalError(f"open failed: {type(error).__name__}: {error}")
             self._count(wrapped)
-            return _failed(request.session, wrapped)
+            return failed_result(request.session, wrapped)
         return TargetResult(
             session.key,
             TargetResultKind.OPENED,
@@ -197,6 +218,7 @@ class SessionBook:
                 "raise --kv-tokens"
             )
         stop = request.stop
+        now = time.monotonic()
         eos = tuple(token for token in self._eos if token < self._vocab_size)
         self._opened += 1
         session = Session(
@@ -215,12 +237,14 @@ class SessionBook:
             capture=self.capture.open(speculate=request.speculate, draft_prefix=request.draft_prefix),
             reply=reply,
             order=self._opened,
+            priority=request.priority,
+            born=now - request.age_ms / 1000,
+            active_at=now,
             want_logprobs=request.want_logprobs,
             salt=request.cache_salt,
         )
         self._sessions[place] = session
         self.take_prefix(session)
-        self.metrics.prefix_queries.inc(len(session.tokens))
         return session
 
     def take_prefix(self, session: Session) -> None:
@@ -244,7 +268,7 @@ class SessionBook:
         self.remove(session)
         told = self._drop_pending(session, error)
         if session.phase is Phase.PREFILL and not told and session.reply != reply:
-            self.notify(session.reply, _failed(session.key, error))
+            self.notify(session.reply, failed_result(session.key, error))
 
     # ---- ends -----------------------------------------------------------------------------------
 
@@ -261,19 +285,37 @@ class SessionBook:
         self.remove(session)
         self._count(error)
         if not self._drop_pending(session, error):
-            self.notify(session.reply, _failed(session.key, error))
+            self.notify(session.reply, failed_result(session.key, error))
 
-    def preempt(self, session: Session) -> None:
-        """Take a session's pages away; the gateway may re-open it from the tokens it holds."""
-        log.info("session %s preempted: KV pages ran short", session.key)
-        self.metrics.preemptions.inc()
+    def preempt(self, session: Session, cause: str, item: VerifyItem | None = None) -> None:
+        """Take a session's pages away; the gateway may re-open it from the tokens it holds.
+
+        cause: label of the metric. item: its verify, if it has been taken off the queue.
+        """
+        log.info("session %s preempted: KV pages ran short (%s)", session.key, cause)
+        self.metrics.preemptions.labels(cause).inc()
         self.remove(session)
-        if not self._drop_pending(session, None):
-            self.notify(session.reply, _preempted(session.key))
+        told = self._drop_pending(session, None)
+        if item is not None:
+            self.finish_item(item, preempted_result(session.key))
+        elif not told:
+            self.notify(session.reply, preempted_result(session.key))
 
-    def youngest(self) -> Session | None:
-        """The session opened last among those that hold pages."""
-        return max((s for s in self._sessions.values() if s.table.pages), key=lambda s: s.order, default=None)
+    def victim(self) -> Session | None:
+        """Who is preempted next: the least urgent session that holds pages, of those the youngest."""
+        return max((s for s in self._sessions.values() if s.table.pages), key=lambda s: s.place, default=None)
+
+    def unpin_waiting(self, but: Session) -> bool:
+        """Let go of the prefixes that prompts hold which wait anyway; they look them up again later. False if
+        there were none.
+        """
+        found = [s for s in self._sessions.values() if s.waiting and s.table.pages and s is not but]
+        for session in found:
+            self.cache.release(session.table)
+            session.table = self.cache.open((), salt=session.salt, limit=0)
+            session.cached_tokens = session.kv_length = 0
+            session.matched = (-1, -1)
+        return bool(found)
 
     def _drop_pending(self, session: Session, error: SpecBridgeError | None) -> bool:
         """Answer the session's queued verifies with `error` (None: PREEMPTED). True if there were any."""
@@ -282,9 +324,9 @@ class SessionBook:
             self.pending = deque(item for item in self.pending if item.verify.session != session.key)
         for item in gone:
             if error is None:
-                self.finish_item(item, _preempted(session.key))
+                self.finish_item(item, preempted_result(session.key))
             else:
-                self.finish_item(item, _error(item, error))
+                self.finish_item(item, error_result(item, error))
         return bool(gone)
 
     # ---- results --------------------------------------------------------------------------------
@@ -307,10 +349,7 @@ class SessionBook:
         if session is not None and not isinstance(error, NotReady):
             self.remove(session)
             self._drop_pending(session, error)
-        self.finish_item(item, _error(item, error))
-
-    def preempt_item(self, item: VerifyItem) -> None:
-        self.finish_item(item, _preempted(item.verify.session))
+        self.finish_item(item, error_result(item, error))
 
     def notify(self, reply: Reply, result: TargetResult) -> None:
         """A result of its own, not tied to a request."""
@@ -321,9 +360,10 @@ class SessionBook:
         replies, self._replies = self._replies, []
         notices, self._notices = self._notices, {}
         replies += [(reply, TargetReply(0, tuple(results))) for reply, results in notices.items()]
+        available = self.cache.available
         for reply, message in replies:
             try:
-                reply(message)
+                reply(replace(message, available_pages=available))
             except Exception:  # a broken stream is that stream's matter
                 log.exception("a reply could not be delivered")
 
@@ -340,24 +380,8 @@ class SessionBook:
         metrics.running.set(sum(s.phase is not Phase.FINISHED for s in self._sessions.values()))
         metrics.pages_used.set(self.cache.used)
         metrics.pages_cached.set(self.cache.cached)
+        metrics.page_evictions.inc(self.cache.evictions - self._evictions)
+        self._evictions = self.cache.evictions
 
     def _count(self, error: SpecBridgeError) -> None:
         self.metrics.errors.labels(mapping(error).code.removeprefix("ERROR_CODE_").lower()).inc()
-
-
-def _error(item: VerifyItem, error: SpecBridgeError) -> TargetResult:
-    return TargetResult(
-        item.verify.session,
-        TargetResultKind.ERROR,
-        base=item.verify.base,
-        error=error,
-        draft_has_context=False,
-    )
-
-
-def _failed(key: SessionKey, error: SpecBridgeError) -> TargetResult:
-    return TargetResult(key, TargetResultKind.ERROR, error=error, draft_has_context=False)
-
-
-def _preempted(key: SessionKey) -> TargetResult:
-    return TargetResult(key, TargetResultKind.PREEMPTED, draft_has_context=False)

@@ -11,6 +11,7 @@ its hidden states. No row touches a page before the walk.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -101,8 +102,24 @@ class StepOutput:
     fp32 [k, vocab] for Step.logit_rows, or [0, vocab] if nobody reads them. taps: [rows, num_taps * hidden]
     in the activation dtype, the concatenated outputs of the captured layers, or None when nothing is
     captured. Both tensors may be overwritten by the next step.
+
+    context_rows: committed rows that the verify segments attend to, each session's once, mean over layers;
+    context_rows_read: rows whose K and V attention loads from the pages for it, by how it was planned. Their
+    ratio says how often the context is read. context_rows_copied: of these, put together first, since their
+    pages lie apart.
     """
 
     logits: torch.Tensor
     taps: torch.Tensor | None
     choices: tuple[int, ...] = ()
+    context_rows: float = 0.0
+    context_rows_read: float = 0.0
+    context_rows_copied: float = 0.0
+
+
+def visible_context(length: int, windows: Mapping[int | None, int]) -> float:
+    """Committed rows that an anchor behind `length` of them attends to, the mean over layers. windows: how
+    many layers there are of each sliding window (None: unbounded).
+    """
+    seen = sum(count * (length if w is None else min(length, w - 1)) for w, count in windows.items())
+    return seen / sum(windows.values())

@@ -44,7 +44,7 @@ class Stepper:
         self._cache = book.cache
         self._capture = book.capture
         self._metrics = book.metrics
-        self._planner = Planner(book, vocab_size=vocab_size)
+        self.planner = Planner(book, vocab_size=vocab_size)
         self._max_position = max_position
         self._buckets = Buckets()
         if self._limits.deterministic:
@@ -53,7 +53,7 @@ class Stepper:
 
     def step(self) -> bool:
         """Run one step. False if nothing could be run. Raises Unavailable when the model is gone for good."""
-        plan = self._planner.plan()
+        plan = self.planner.plan()
         if not plan:
             return False
         try:
@@ -93,11 +93,15 @@ class Stepper:
             batch.commit_ns += done - forwarded
             batch.rows += rows
             batch.prefill_rows += prefill_rows
+        self.planner.ran(plan, (forwarded - begin) / 1e9)
         self._metrics.forward_time.observe((forwarded - begin) / 1e9)
         self._metrics.commit_time.observe((done - forwarded) / 1e9)
         self._metrics.step_rows.observe(rows)
         self._metrics.prefill_rows.inc(prefill_rows)
         self._metrics.padding_rows.inc(built.padding)
+        self._metrics.context_rows.inc(output.context_rows)
+        self._metrics.context_rows_read.inc(output.context_rows_read)
+        self._metrics.context_rows_copied.inc(output.context_rows_copied)
         self._metrics.verify_rows.inc(sum(len(item.verify.tree) + 1 for item in plan.verifies))
         for item, result in zip(plan.verifies, results, strict=True):
             if result is not None:
@@ -220,6 +224,8 @@ class Stepper:
         if session.want_logprobs:
             row = logits[chunk.logit_row : chunk.logit_row + 1]
             logprobs = token_logprobs(row, [token], session.want_logprobs)
+        # Together, so that their ratio is one; the first token is not of the prompt.
+        self._metrics.prefix_queries.inc(session.num_tokens - 1)
         self._metrics.prefix_hits.inc(session.cached_tokens)
         self._book.notify(
             session.reply,

@@ -16,23 +16,23 @@ from target_service.config import Limits
 from target_service.sampling import ChoiceRule, RowGroup
 from target_service.step import Segment, Step, StepOutput
 
+WIDE_NS = 50_000_000
+"""Passes of more rows than two trees are measured until one takes longer than this."""
+
 
 def measure_verify_cost(
     run: Callable[[Step], StepOutput], limits: Limits, *, repeats: int, budget_s: float = 8.0
 ) -> tuple[CostPoint, ...]:
     """Median wall time of verify passes over rows x context, choice and its read-back included.
 
-    Row counts double up to two full trees; contexts are short, a quarter of the session length and (if the
-    time budget of `budget_s` seconds allows) all of it. Empty with repeats = 0.
+    Row counts go up to two full trees; contexts are short, a quarter of the session length and (if the time
+    budget of `budget_s` seconds allows) all of it. What many sessions need, up to all rows of a step, is
+    measured over the short context, as long as it is quick. Empty with repeats = 0.
     """
     if not repeats:
         return ()
     largest = min(2 * (limits.max_tree_nodes + 1), limits.max_verify_rows)
-    rows, sizes = 1, []
-    while rows < largest:
-        sizes.append(rows)
-        rows *= 2
-    sizes.append(largest)
+    sizes = pass_sizes(largest)
     longest = min(limits.max_length, limits.num_pages * limits.page_size) - 2
     contexts = sorted({min(128, longest), min(1024, longest), longest // 4, longest})
     points: list[CostPoint] = []
@@ -43,7 +43,10 @@ def measure_verify_cost(
         # did.
         if done and spent * (done + 1) / done > budget_s:
             break
-        for size in sizes:
+        wider = [size for size in pass_sizes(limits.max_verify_rows) if size > largest and not done]
+        for size in (*sizes, *wider):
+            if size > largest and points[-1].time_ns > WIDE_NS:
+                break
             times: list[int] = []
             while len(times) <= repeats:
                 step = scratch_step(size, context, limits.page_size)
@@ -55,6 +58,56 @@ def measure_verify_cost(
             # The first pass of a shape pays for allocations.
             points.append(CostPoint(size, context, int(statistics.median(times[1:]))))
     return tuple(points)
+
+
+def pass_sizes(largest: int) -> list[int]:
+    """Rows to measure: 1, 2, 3, 4, 6, 8, 12, .., `largest`, at most half as many again each time.
+
+    Costs have stairs (blocks of a product, captured sizes), which doublings alone would step over.
+    """
+    sizes = sorted({*(1 << bit for bit in range(16)), *(3 << bit for bit in range(15))})
+    below = [size for size in sizes if size < 0.95 * largest]
+    return [*below, largest]
+
+
+def measure_prefill_cost(
+    run: Callable[[Step], StepOutput], limits: Limits, *, budget_s: float = 2.0
+) -> tuple[CostPoint, ...]:
+    """Wall time of prompt chunks that choose one token: a sixteenth, a quarter and all of the largest chunk
+    over a short context, and (if the time budget allows) the largest over a long one.
+
+    Once each, after a first pass that pays for allocations: passes under way correct what this gets wrong.
+    """
+    room = min(limits.max_length, limits.num_pages * limits.page_size) - 2
+    most = max(1, min(limits.prefill_chunk, room))
+    longest = max(room - most, 0)
+    short, long = min(128, longest), min(4096, longest)
+    sizes = sorted({max(1, most // 16), max(1, most // 4), most})
+    wanted = [(rows, short) for rows in sizes] + ([(most, long)] if long > 2 * short else [])
+    points: list[CostPoint] = []
+    begin = time.perf_counter()
+    for rows, context in wanted:
+        if points and time.perf_counter() - begin > budget_s:
+            break
+        step = chunk_step(rows, context, limits.page_size)
+        run(step)
+        start = time.perf_counter_ns()
+        run(step)
+        points.append(CostPoint(rows, context, time.perf_counter_ns() - start))
+    return tuple(points)
+
+
+def chunk_step(rows: int, context: int, page_size: int) -> Step:
+    """A prompt chunk of `rows` rows behind `context` committed ones, whose last row chooses a token."""
+    positions = list(range(context, context + rows))
+    return Step(
+        tokens=torch.zeros(rows, dtype=torch.int64),
+        positions=torch.tensor(positions, dtype=torch.int64),
+        segments=(Segment(0, rows, context, tuple(range(-(-context // page_size)))),),
+        logit_rows=torch.tensor([rows - 1]),
+        groups=(RowGroup(ChoiceRule(SamplingParams()), 0, [context + rows]),),
+        read_logits=False,
+    )
 
 
 def scratch_step(rows: int, context: int, page_size: int) -> Step:

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,8 @@ os.environ["MKL_NUM_THREADS"] = THREADS
 os.environ["OMP_WAIT_POLICY"] = "passive"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# A hundred processes are started: they need not compile our modules each for itself.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 def _gpu_is_there() -> bool:
@@ -62,7 +65,20 @@ def _clean_environment() -> Iterator[None]:
         del os.environ[name]
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    if config.getoption("dist") != "loadfile":
+        return None
+    from work_order import LongFilesFirst
+
+    return LongFilesFirst(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        from work_order import rank
+
+        items.sort(key=lambda item: rank(item.nodeid))
     gpus: int | None = None
     for item in items:
         if item.get_closest_marker("gpu") or item.get_closest_marker("multi_gpu"):

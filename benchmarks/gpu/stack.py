@@ -36,6 +36,7 @@ SERVICE_HEADER = (
 TARGET_MS, DRAFT_MS = "tree round: target service, ms", "tree round: draft service, ms"
 START_S = 240.0
 WARM_TOKENS = 64
+ATTACHED = "specbridge_draft_channel_attached"
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +177,18 @@ class Metrics:
                     found[name] = float(value)
         return found
 
+    def until_above_zero(self, name: str, timeout_s: float) -> None:
+        """Gateways take requests before the draft has come: wait. Raises RuntimeError after timeout_s."""
+        end = time.monotonic() + timeout_s
+        while time.monotonic() < end:
+            try:
+                if self.read().get(name):
+                    return
+            except httpx.TransportError:
+                pass  # its endpoint is not up either
+            time.sleep(0.2)
+        raise RuntimeError(f"{name} was still 0 after {timeout_s:.0f} s")
+
 
 def mean(before: Mapping[str, float], after: Mapping[str, float], name: str, labels: str = "") -> float:
     """Of a histogram's samples in between; nan if there are none."""
@@ -265,6 +278,8 @@ class Rounds:
                 self._part.figures[f"{arm.name}: start s"] = time.monotonic() - began
                 state = json.loads((Path(folder) / "stack.json").read_text())
                 metrics = Metrics(state["endpoints"])
+                if arm.budget:
+                    metrics.until_above_zero(ATTACHED, min(START_S, setup.budget.left_s))
                 for streams in setup.concurrency:
                     for nodes in arm.nodes:
                         if setup.budget.fits(5.0):

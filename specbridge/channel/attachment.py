@@ -66,7 +66,8 @@ class Published:
 class Attachment(Generic[Message]):
     """The engine's thread reserves and publishes, the event loop's thread acknowledges and closes.
 
-    outbox: messages for the consumer. end_cause: label of why it ended, once it has; end_reason: in words.
+    outbox: messages for the consumer. peer: the consumer's instance id. end_cause: label of why it ended,
+    once it has; end_reason: in words.
     """
 
     def __init__(
@@ -77,7 +78,9 @@ class Attachment(Generic[Message]):
         chunk_ids: Iterator[int],
         stats: ChannelStats,
         lease_s: float,
+        peer: bytes = b"",
     ) -> None:
+        self.peer = peer
         self.memory = memory
         self.outbox = outbox
         self.end_cause = ""

@@ -66,7 +66,8 @@ class _Reading:
 class HiddenStateClient:
     """`start` it on the event loop, `close` it there.
 
-    projection: have the target apply it; rows then are as wide as it says.
+    projection: have the target apply it; rows then are as wide as it says. take_over: the first time,
+    displace a draft that is attached already; otherwise this one waits until that one is gone.
 
     The callbacks run on the event loop and must not block: on_attached(info), then on_chunk(chunk) in the
     order of publication, then on_detached(reason). Every chunk must be acknowledged once its rows have been
@@ -90,6 +91,7 @@ class HiddenStateClient:
         on_detached: Callable[[str], object] = lambda reason: None,
         on_spoilt: Callable[[str], object] = lambda reason: None,
         instance: bytes | None = None,
+        take_over: bool = False,
         lease_s: float = DEFAULT_LEASE_S,
         handshake_s: float = 10.0,
         superseded_backoff_s: float = SUPERSEDED_BACKOFF_S,
@@ -110,6 +112,7 @@ class HiddenStateClient:
         self._on_detached = on_detached
         self._on_spoilt = on_spoilt
         self._instance = instance or secrets.token_bytes(16)
+        self._take_over = take_over
         self._lease_s = lease_s
         self._handshake_s = handshake_s
         self._superseded_backoff_s = superseded_backoff_s
@@ -272,6 +275,7 @@ class HiddenStateClient:
             normed_last_layer=self._normed_last_layer,
             transports=self._transports,
             slots=self._slots,
+            take_over=self._take_over,
         )
         if self._projection is not None:
             attach.projection.CopyFrom(wire.projection_to_pb(self._projection))
@@ -290,6 +294,7 @@ class HiddenStateClient:
                 raise error_from_pb(reply.refused.error)
             elif kind == "attached" and memory is not None:
                 self.info = info = wire.attached_from_pb(reply.attached)
+                self._take_over = False  # two that did so again and again would serve nobody
                 self.reason = info.reason
                 self.stats.attached(info.transport, info.reason)
                 log.info("attached to the target over %s (%s)", info.transport, info.reason)

@@ -29,6 +29,7 @@ from specbridge.channel import cuda_memory, dlpack
 from specbridge.channel.base import ChannelLayout, Fence, Identity, Mark, MemoryOffer
 from specbridge.channel.cuda_events import EventPool
 from specbridge.channel.cuda_memory import CudaCalls
+from specbridge.channel.handles import CUDA_MEMORY, HANDLES
 from specbridge.channel.releases import RELEASES
 from specbridge.channel.segment import FOLDER, NONCE_LENGTH, Segment, SegmentView
 from specbridge.errors import SpecBridgeError
@@ -124,6 +125,8 @@ class _Lease:
                     calls.free(ordinal, pointer)
             elif pointer:
                 calls.close_memory(ordinal, pointer)
+            if pointer:
+                HANDLES.closed(CUDA_MEMORY)
             for event in (*events[0], *events[1]):
                 calls.destroy_event(ordinal, event)
             segment.close()
@@ -161,6 +164,7 @@ class CudaRing:
         lease = _Lease(calls, ordinal, self._segment)
         try:
             lease.pointer = calls.allocate(ordinal, DATA_OFFSET + slots * layout.row_bytes)
+            HANDLES.opened(CUDA_MEMORY)
             nonce = secrets.token_bytes(NONCE_LENGTH)
             calls.write(ordinal, lease.pointer, nonce)
             handles = []
@@ -237,6 +241,7 @@ class CudaRingView:
         lease = _Lease(calls, ordinal, self._segment)
         try:
             lease.pointer = calls.open_memory(ordinal, offer.handle)
+            HANDLES.opened(CUDA_MEMORY)
             nonce = calls.read(ordinal, lease.pointer, offer.nonce_length)
             for handle in offer.events:
                 lease.events.append(calls.open_event(ordinal, handle))

@@ -2,7 +2,8 @@
 
 Owns the HiddenStates stream: handshake, descriptors out, acknowledgements and re-capture requests in, leases.
 The engine's thread reserves slots, writes rows and publishes; everything else runs on the event loop. One
-draft is attached at a time; a newcomer supersedes it. Does not own what is captured when
+draft is attached at a time. A newcomer is refused while that one lives, unless it says that it takes over or
+is the same process come back. Does not own what is captured when
 (target_service.capture).
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -32,7 +34,7 @@ from specbridge.channel.handshake import Agreed
 from specbridge.channel.outbox import Outbox
 from specbridge.channel.stream import GONE, Reply, Requests, ServerStream
 from specbridge.channel.wire import Announcement
-from specbridge.errors import InvalidRequest, Unavailable
+from specbridge.errors import CapacityError, InvalidRequest, Unavailable
 from specbridge.rounds import SessionKey
 
 if TYPE_CHECKING:
@@ -204,6 +206,20 @@ class HiddenStateServer:
                 f"{self._hidden_size}: give target and draft the same --target"
             )
 
+    def check_place(self, peer: bytes, *, take_over: bool) -> None:
+        """Raises CapacityError if a draft other than `peer` (an instance id) is attached and gives signs of
+        life.
+        """
+        current = self._current
+        if current is None or take_over or (peer and peer == current.peer):
+            return
+        if current.expired(time.monotonic()) is None:
+            raise CapacityError(
+                "another draft is attached to this target and alive; end it first, or start this one with "
+                "--take-over",
+                retry_after=self.lease_s,
+            )
+
     async def prepare(
         self,
         layer_ids: tuple[int, ...],
@@ -230,7 +246,7 @@ class HiddenStateServer:
     def slots_for(self, wanted: int) -> int:
         return min(wanted or self._slots, self._max_slots)
 
-    async def attach(self, agreed: Agreed, outbox: Outbox[Announcement]) -> Attached:
+    async def attach(self, agreed: Agreed, outbox: Outbox[Announcement], peer: bytes) -> Attached:
         """Make it the current one: tell the engine, then the draft.
 
         Raises Unavailable if another draft's handshake began during this one: the taps are that one's now.
@@ -240,7 +256,12 @@ class HiddenStateServer:
             raise Unavailable("another draft began to attach during the handshake; attach again")
         offer = agreed.memory.offer
         attachment = Attachment(
-            agreed.memory, outbox, chunk_ids=self._ids, stats=self.stats, lease_s=self.lease_s
+            agreed.memory,
+            outbox,
+            chunk_ids=self._ids,
+            stats=self.stats,
+            lease_s=self.lease_s,
+            peer=peer,
         )
         self._current, self._open = attachment, False
         try:

@@ -18,7 +18,10 @@ import mmap
 import os
 import secrets
 import time
+import weakref
 from pathlib import Path
+
+from specbridge.channel.handles import HANDLES, SEGMENT
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +55,7 @@ class Segment:
             fcntl.flock(self._fd, fcntl.LOCK_SH)
             # Without this a full /dev/shm would show as SIGBUS at the first write.
             os.posix_fallocate(self._fd, 0, size)
-            self.memory = mmap.mmap(self._fd, size)
+            self.memory = _mapped(self._fd, size)
             self.nonce = secrets.token_bytes(NONCE_LENGTH)
             self.memory[:NONCE_LENGTH] = self.nonce
             self._header = memoryview(self.memory)
@@ -110,7 +113,7 @@ class SegmentView:
             found = os.fstat(self._fd).st_size
             if found < size:
                 raise ValueError(f"the segment has {found} bytes, {size} were offered")
-            self.memory = mmap.mmap(self._fd, size)
+            self.memory = _mapped(self._fd, size)
             if watched:
                 fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 if self.memory[_WITHDRAWN]:
@@ -130,6 +133,14 @@ class SegmentView:
     def close(self) -> None:
         """Let the lock go; the mapping goes with the last that views it. Idempotent."""
         self._fd = _let_go(self._fd)
+
+
+def _mapped(fd: int, size: int) -> mmap.mmap:
+    """The file's memory, counted for as long as it stays mapped."""
+    memory = mmap.mmap(fd, size)
+    HANDLES.opened(SEGMENT)
+    weakref.finalize(memory, HANDLES.closed, SEGMENT).atexit = False
+    return memory
 
 
 def _let_go(fd: int) -> int:

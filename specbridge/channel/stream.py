@@ -22,7 +22,7 @@ from specbridge.channel.handshake import Agreed, ProbeResult, agree
 from specbridge.channel.outbox import Outbox
 from specbridge.channel.transports import own_identity
 from specbridge.channel.wire import Announcement
-from specbridge.errors import InvalidRequest, SpecBridgeError
+from specbridge.errors import CapacityError, InvalidRequest, SpecBridgeError
 from specbridge.rounds import SessionKey
 from specbridge.wire import key_from_pb
 
@@ -52,9 +52,13 @@ class Host(Protocol):
 
     def check_projection(self, layer_ids: tuple[int, ...], shape: ProjectionShape) -> None: ...
 
+    def check_place(self, peer: bytes, *, take_over: bool) -> None: ...
+
     def slots_for(self, wanted: int) -> int: ...
 
-    async def attach(self, agreed: Agreed, outbox: Outbox[Announcement]) -> Attachment[Announcement]: ...
+    async def attach(
+        self, agreed: Agreed, outbox: Outbox[Announcement], peer: bytes
+    ) -> Attachment[Announcement]: ...
 
     def detach(self, attachment: Attachment[Announcement], cause: str, reason: str) -> None: ...
 
@@ -69,6 +73,7 @@ class ServerStream:
         self._requests = requests
         self._context = context
         self._outbox: Outbox[Announcement] = Outbox(asyncio.get_running_loop())
+        self._peer = b""
         self._attachment: Attachment[Announcement] | None = None
 
     async def replies(self) -> AsyncIterator[Reply]:
@@ -92,13 +97,15 @@ class ServerStream:
         lease: asyncio.Task[None] | None = None
         try:
             agreed = await self._shake_hands()
-            self._attachment = await self._host.attach(agreed, self._outbox)
+            self._attachment = await self._host.attach(agreed, self._outbox, self._peer)
             lease = asyncio.create_task(self._watch(self._attachment))
             async for request in self._requests:
                 self._handle(request, self._attachment)
         except SpecBridgeError as error:
             self._host.stats.add("refused")
-            log.warning("a draft was refused: %s", error)
+            # One that waits for another's place asks every other second; it says so itself, once.
+            level = logging.DEBUG if isinstance(error, CapacityError) else logging.WARNING
+            log.log(level, "a draft was refused: %s", error)
             self._outbox.put(wire.refused_to_pb(error))
         finally:
             if lease is not None:
@@ -112,9 +119,12 @@ class ServerStream:
         host = self._host
         attach = (await self._next("attach")).attach
         taps = tuple(attach.target_layer_ids)
+        self._peer = attach.identity.instance
+        host.check_place(self._peer, take_over=attach.take_over)
         projection = None
         if attach.HasField("projection"):
             projection = await self._read_projection(taps, attach.projection)
+            host.check_place(self._peer, take_over=attach.take_over)
         layout = await host.prepare(taps, attach.normed_last_layer, self._outbox, projection)
 
         async def probe(offer: MemoryOffer) -> ProbeResult:

@@ -26,7 +26,7 @@ class AttentionGroup:
 
     first_row: the group's rows are [first_row, first_row + S * R) in order, or -1: they are `gather` int64 [S
     * R] (pad rows repeat a row), and the call's output rows `kept` (None: all) belong to step rows `scatter`.
-    plans: by window (None: unbounded).
+    plans: by window (None: unbounded). verifies: they are trees, or anchors alone.
     """
 
     sessions: int
@@ -36,6 +36,7 @@ class AttentionGroup:
     kept: torch.Tensor | None
     scatter: torch.Tensor | None
     plans: Mapping[int | None, AttentionPlan]
+    verifies: bool = True
 
 
 class Attention(Protocol):
@@ -75,6 +76,11 @@ class GroupedAttention:
 
     def __init__(self, groups: tuple[AttentionGroup, ...]) -> None:
         self._groups = groups
+
+    def context_rows(self, window: int | None) -> tuple[int, int]:
+        """Context rows that a layer of this window loads for the verify rows, and of them those copied."""
+        plans = [group.plans[window] for group in self._groups if group.verifies]
+        return sum(p.context_rows_read for p in plans), sum(p.context_rows_copied for p in plans)
 
     def __call__(
         self,
@@ -176,7 +182,8 @@ def _group(members: list[Segment], step: Step, settings: BatchSettings) -> Atten
     for s, segment in enumerate(members):
         table[s, : len(segment.pages)] = torch.tensor(segment.pages, dtype=torch.int64)
     lengths = torch.tensor([segment.context_length for segment in members], dtype=torch.int64)
-    chain = rows > 1 and all(segment.parents is None for segment in members)
+    prefill = all(segment.parents is None for segment in members)
+    chain = rows > 1 and prefill
     mask = None if chain or rows == 1 else ancestor_masks(members, rows)
     index = np.stack([np.minimum(np.arange(rows), m.rows - 1) + m.first_row for m in members])
     plans: dict[int | None, AttentionPlan] = {}
@@ -203,11 +210,10 @@ def _group(members: list[Segment], step: Step, settings: BatchSettings) -> Atten
     flat = index.reshape(-1)
     first = int(flat[0])
     if np.array_equal(flat, np.arange(first, first + flat.size)):
-        return AttentionGroup(sessions, rows, first, None, None, None, plans)
+        return AttentionGroup(sessions, rows, first, None, None, None, plans, not prefill)
     device = settings.device
     valid = (np.arange(rows)[None] < np.array([m.rows for m in members])[:, None]).reshape(-1)
     kept = None if valid.all() else torch.from_numpy(np.flatnonzero(valid)).to(device)
     gather = torch.from_numpy(flat).to(device)
-    return AttentionGroup(
-        sessions, rows, -1, gather, kept, gather if kept is None else gather.index_select(0, kept), plans
-    )
+    scatter = gather if kept is None else gather.index_select(0, kept)
+    return AttentionGroup(sessions, rows, -1, gather, kept, scatter, plans, not prefill)

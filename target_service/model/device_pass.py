@@ -15,6 +15,7 @@ target_service.model.host_pass does the same with torch alone.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,7 +38,7 @@ from target_service.model.walk import PackedWalk
 from target_service.parallel import Group
 from target_service.sampling import choose
 from target_service.simulation import simulated_choices
-from target_service.step import CAPTURE, EAGER, REPLAY, Step, StepOutput
+from target_service.step import CAPTURE, EAGER, REPLAY, Step, StepOutput, visible_context
 
 
 def uses_kernels(device: torch.device, dtype: torch.dtype) -> bool:
@@ -95,7 +96,8 @@ class DevicePass:
         self._device, self._dtype = device, dtype
         self._simulated = simulated
         self._graphs = graphs and device.type == "cuda"
-        self._windows = tuple(Window(rows=w) for w in dict.fromkeys(config.windows))
+        self._layers = Counter(config.windows)
+        self._windows = tuple(Window(rows=w) for w in self._layers)
         self._most_pages = -(-memory.max_position // memory.page_size)
         self._kept: dict[Shape, _Buffers] = {}
         self._scratch = torch.empty(0, dtype=torch.float32, device=device)
@@ -171,13 +173,26 @@ class DevicePass:
             packed = _walk_of(buffers)
             packed.publish(buffers.taps, ring, packed.walk(self._after(buffers, buffers.answer)))
         captured = None if buffers.taps is None else buffers.taps[: step.tokens.numel()]
-        return StepOutput(logits, captured, choices)
+        return StepOutput(logits, captured, choices, *self._context(step, buffers))
 
     def _own_device(self) -> None:
         """Kernels go to the calling thread's current device; whoever loaded the model was another thread."""
         if self._device.type == "cuda" and self._thread != threading.get_ident():
             torch.cuda.set_device(self._device)
             self._thread = threading.get_ident()
+
+    def _context(self, step: Step, buffers: _Buffers) -> tuple[float, float]:
+        """StepOutput.context_rows, context_rows_read: each tile of a session's rows x heads reads its context
+        (kernels.ragged_attention), the later ones from a cache if they run beside the first.
+        """
+        held = read = 0.0
+        group = self._heads.query // self._heads.key_value
+        for segment in step.segments:
+            if segment.parents is not None:
+                rows = visible_context(segment.context_length, self._layers)
+                held += rows
+                read += rows * -(-segment.rows * group // buffers.workspace.tiling.block_m)
+        return held, read
 
     # ---- memory ----------------------------------------------------------------------------------
 

@@ -6,10 +6,12 @@ target_service.model.device_pass. Owns the order choice, walk, commit, capture; 
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 
 from kernels.commit import commit_rows
-from target_service.model.batch import BatchSettings, prepare
+from target_service.model.batch import BatchSettings, GroupedAttention, StepInputs, prepare
 from target_service.model.config import ModelConfig
 from target_service.model.decoder import Decoder, Taps
 from target_service.model.memory import Memory
@@ -17,7 +19,7 @@ from target_service.model.walk import pack_walk
 from target_service.parallel import Group
 from target_service.sampling import choose
 from target_service.simulation import simulated_choices
-from target_service.step import Step, StepOutput
+from target_service.step import Step, StepOutput, visible_context
 
 
 class HostPass:
@@ -39,6 +41,7 @@ class HostPass:
         self._config, self._decoder, self._memory, self._group = config, decoder, memory, group
         self._device = device
         self._simulated = simulated
+        self._layers = Counter(config.windows)
         self._settings = BatchSettings(
             page_size=memory.page_size,
             windows=tuple(dict.fromkeys(config.windows)),
@@ -57,8 +60,9 @@ class HostPass:
     def run(self, step: Step, taps: Taps, ring: torch.Tensor | None) -> StepOutput:
         """Logits and choices are filled on rank 0 only (elsewhere [0, vocab], none)."""
         memory = self._memory
+        inputs = prepare(step, self._settings)
         local, captured = self._decoder.forward(
-            prepare(step, self._settings),
+            inputs,
             memory.staging,
             memory.pages,
             taps,
@@ -76,10 +80,25 @@ class HostPass:
                 commit_rows(memory.page_rows, memory.staged_rows, step.slots.to(self._device), path)
             if ring is not None and captured is not None:
                 packed.publish(captured, ring, path)
-        return StepOutput(logits, captured, tuple(chosen.tolist()))
+        return StepOutput(logits, captured, tuple(chosen.tolist()), *self._context(step, inputs))
 
     def close(self) -> None:
         return None
+
+    def _context(self, step: Step, inputs: StepInputs) -> tuple[float, float, float]:
+        """StepOutput.context_rows, context_rows_read, context_rows_copied."""
+        attention, layers = inputs.attention, self._config.num_layers
+        assert isinstance(attention, GroupedAttention)
+        held = sum(
+            visible_context(segment.context_length, self._layers)
+            for segment in step.segments
+            if segment.parents is not None
+        )
+        read = copied = 0
+        for window, count in self._layers.items():
+            rows = attention.context_rows(window)
+            read, copied = read + count * rows[0], copied + count * rows[1]
+        return held, read / layers, copied / layers
 
     def _choose(self, step: Step, logits: torch.Tensor) -> torch.Tensor:
         """int64 [n]: the committed tokens of the groups' rows; n = 0 on ranks other than 0."""

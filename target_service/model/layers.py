@@ -3,6 +3,7 @@ from."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -46,3 +47,22 @@ class ModelWeights:
     final_norm: torch.Tensor
     head: PackedLinear
     heads: Heads
+
+    @property
+    def products(self) -> int:
+        """Multiply-adds that one row costs in the matrices."""
+        return sum(matrix.products for matrix in self._matrices())
+
+    @property
+    def pass_bytes(self) -> int:
+        """Bytes that every pass reads: matrices and norms, as they are held. Not the embedding: rows only."""
+        norms = [self.final_norm]
+        for layer in self.layers:
+            norms += [layer.input_norm, layer.post_norm]
+            norms += [] if layer.qk_norm is None else [layer.qk_norm]
+        return sum(matrix.nbytes for matrix in self._matrices()) + sum(norm.nbytes for norm in norms)
+
+    def _matrices(self) -> Iterator[PackedLinear]:
+        for layer in self.layers:
+            yield from (layer.qkv, layer.output, layer.gate_up, layer.down)
+        yield self.head

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from kernels.linear import activation_dtype
+from specbridge.rounds import Footprint
 from target_service.config import MemoryRules
 from target_service.memory_plan import Gpu, MemoryPlan, needs_of, plan_memory
 from target_service.model.config import ModelConfig
@@ -50,7 +51,8 @@ class ShardSpec:
 class ModelShard:
     """Loads on construction. Raises ConfigError for a checkpoint or device that can't be used.
 
-    plan_of_memory: None on a CPU. num_pages: as given, or as planned.
+    plan_of_memory: None on a CPU. num_pages: as given, or as planned. footprint: what a pass of this rank
+    reads.
     """
 
     def __init__(
@@ -69,6 +71,17 @@ class ModelShard:
         source = open_weights(spec.model_dir, spec.load_format, dtype=spec.dtype, device=self._device)
         with torch.inference_mode(), source:
             weights = load_weights(source, config, placement, progress)
+            heads = weights.heads
+            self.footprint = Footprint(
+                weight_bytes=weights.pass_bytes,
+                products_per_row=weights.products,
+                kv_bytes_per_token=2
+                * config.num_layers
+                * heads.key_value
+                * heads.dim
+                * self.activation_dtype.itemsize,
+                num_kv_heads=config.num_kv_heads,
+            )
             decoder = Decoder(config, weights, group, self.activation_dtype)
             memory = allocate(
                 config,

@@ -70,6 +70,23 @@ def test_buckets_top_k_and_simulation_follow_the_cpu_path(simulated: bool, build
                 assert_same_trees(device.grow(asks).trees, host.grow(asks).trees)
 
 
+def test_without_shared_noise_sampled_sessions_get_the_greedy_ones_trees(build: Callable[..., Any]) -> None:
+    drafter = build(changed("z-lab"), dtype=torch.float32).drafter
+    sampled, greedy = Scene(drafter), Scene(drafter, sampled=False)
+    expected = HostTrees(drafter, greedy.pages, top_k=None, simulation=None).grow(greedy.asks()).trees
+    grown = []
+    for shared in (True, False):
+        host = HostTrees(drafter, sampled.pages, top_k=None, simulation=None, shared_noise=shared)
+        device = DeviceTrees(
+            drafter, sampled.pages, top_k=None, simulation=None, graphs=False, shared_noise=shared
+        )
+        grown.append(host.grow(sampled.asks()).trees)
+        assert_same_trees(device.grow(sampled.asks()).trees, grown[-1])
+    assert_same_trees(grown[1], expected)
+    # With it, only the greedy sessions' trees (0 and 3) are those.
+    assert [one == other for one, other in zip(*grown, strict=True)] == [True, False, False, True, False]
+
+
 def test_inputs_are_written_whatever_was_there_before(build: Callable[..., Any]) -> None:
     """Passes over other sessions, longer contexts and grown ones: nothing of an earlier pass stays."""
     drafter = build(changed("z-lab"), dtype=torch.float32).drafter

@@ -51,8 +51,8 @@ def test_the_packaged_drafter_reads_as_its_readme_says() -> None:
     assert folder is not None
     config = parsed(Checkpoint(folder).config, target=TargetFacts(576, 30, 49152), fc_columns=2880)
     assert (config.block_size, config.horizon, config.first_row) == (8, 7, 1)
-    assert config.target_layer_ids == (1, 8, 14, 20, 27) and config.mask_token_id == 16
-    assert config.layers == (LayerRule(),) * 3 and config.normed_last_layer
+    assert config.target_layer_ids == (1, 8, 14, 20, 27) and config.mask_token_id == 3
+    assert config.layers == (LayerRule(),) * 5 and config.normed_last_layer
     assert config.rope_theta == 100000.0 and config.rope_scaling is None
 
 

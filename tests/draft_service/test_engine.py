@@ -304,6 +304,24 @@ def test_a_small_ring_is_not_kept_full(bench: Make) -> None:
     b.until(lambda: b.channel.acks == [1, 2])
 
 
+def test_rows_that_fill_a_page_are_not_lost_with_the_session(bench: Make) -> None:
+    b = bench(lazy=LazyLimits(rows=1000, age_s=1000.0))
+    tokens = text(31, 60)
+    b.open(1, tokens[:4])
+    for first in range(0, 40, 8):
+        b.chunk(1, tokens, first, first + 8)
+    b.settle()
+    assert b.count("append_rows_total") == 0
+    b.send(releases=(key(1),))
+    b.results(1)
+    assert b.open(2, tokens).draft_prefix == 32
+    # Fewer than a page are no use to anybody: no pass for those.
+    b.chunk(2, tokens, 32, 40)
+    b.send(releases=(key(2),))
+    b.results(1)
+    assert b.count("appends_total", trigger="close") == 1
+
+
 def test_release_gives_chunks_back_and_is_idempotent(bench: Make) -> None:
     b = bench(lazy=LazyLimits(rows=1000, age_s=1000.0))
     tokens = text(17, 40)
@@ -454,6 +472,17 @@ def test_a_broken_stream_keeps_its_sessions_for_the_lease(bench: Make) -> None:
     time.sleep(0.15)
     b.settle()
     assert b.count("sessions") == 1
+
+
+def test_a_session_that_a_connected_gateway_does_not_speak_of_is_freed(bench: Make) -> None:
+    b = bench(idle_lease_s=0.2)
+    b.open(1, text(24, 10))
+    b.open(2, text(25, 10))
+    end = time.monotonic() + PATIENCE_S
+    while b.count("sessions") > 1:
+        assert b.propose(2, text(25, 10), 0, nodes=0).error is None and time.monotonic() < end
+    b.settle()
+    assert isinstance(b.propose(1, text(24, 10), 0, nodes=0).error, Stale)
 
 
 def test_running_out_of_pages_stops_one_session_only_until_there_are_pages(

@@ -48,3 +48,18 @@ def test_gateways_without_a_session_are_forgotten_with_their_stream() -> None:
     table.stream_closed("a", 100.0)
     assert list(table.expired(1e9)) == [GATEWAYS[0]]
     assert not table._stream_of and not table._expires
+
+
+def test_sessions_that_nobody_speaks_of_become_idle_and_the_others_do_not() -> None:
+    table = SessionTable(lease_s=10.0, idle_s=40.0)
+    assert table.next_expiry() is None
+    for number in (1, 2):
+        table.add(Session(SessionKey(GATEWAYS[0], number), SamplingParams(), b"", cast(Any, None)))
+    for now in range(100, 200, 10):
+        at = table.next_expiry()
+        assert at is not None and at <= now
+        idle = table.idle(float(now))
+        assert [s.key.number for s in idle] == ([1] if now == 140 else [])
+        for session in idle:
+            table.remove(session)
+        assert table.get(SessionKey(GATEWAYS[0], 2)) is not None

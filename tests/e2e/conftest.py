@@ -22,8 +22,11 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return target, drafter
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def stack(tiny_models: tuple[Path, Path]) -> Iterator[RunningStack]:
+    """One for all files that use it (helpers/work_order.py gives them to one worker): a test that kills a
+    service, or brings it out of step, waits until everything is well again.
+    """
     target, drafter = tiny_models
     with running_stack(
         f"--target={target}", f"--draft={drafter}", "--dtype=float32", "--tree-budget=8"

@@ -1,6 +1,6 @@
 """The built-in model with its drafter in fp32: speculation changes no token, up to explained near-ties.
 
-24 cells cover every sampling with every budget, and every drafter, budget and sampling with one and with nine
+22 cells cover every sampling with every budget, and every drafter, budget and sampling with one and with nine
 requests. fp32 rounds differently in passes of different sizes, so a difference is allowed where the two best
 candidates are closer than 1e-3; the whole suite may have two.
 """
@@ -22,7 +22,7 @@ from specbridge.rounds import SamplingParams
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
-TOKENS, TOKENS_OF_NINE = 48, 16
+TOKENS, TOKENS_OF_NINE = 32, 12
 SINGLE = 2
 """Prompts that run by themselves, longer."""
 HOT = 0.8
@@ -56,9 +56,7 @@ CELLS = [
     ("min_p", 7, "chain", 9),
     ("min_p", 32, "shipped", 1),
     ("min_p", 64, "shipped", 1),
-    ("greedy", 0, "shipped", 1),
-    ("sampled", 0, "chain", 1),
-    ("top_p", 0, "swapped", 1),
+    ("sampled", 0, "shipped", 1),
     ("min_p", 0, "shipped", 9),
 ]
 ROWS = 72

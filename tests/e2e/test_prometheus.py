@@ -1,62 +1,74 @@
-"""A real Prometheus scrapes a running stack with the shipped configuration, and answers with our series."""
+"""A real Prometheus with the shipped configuration and rules beside a running stack: every expression of the
+dashboards and of the rules has data under load, and alerts come and go with what they tell of.
+"""
 
 from __future__ import annotations
 
+import math
+import re
 import shutil
 import subprocess
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
+import metrics_catalogue as catalogue
 import pytest
-from running_stack import REPO, RunningStack, wait_for
+from debian_tools import program
+from running_stack import REPO, RunningStack, running_stack, wait_for
 
 from specbridge.stack import free_port
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        shutil.which("prometheus") is None, reason="needs the prometheus binary (apt-get install prometheus)"
-    ),
-]
+pytestmark = pytest.mark.slow
 
-# PromQL → what it tells; each must have a sample after some requests.
-SERIES = {
-    "specbridge_gateway_requests_total": "requests by outcome",
-    "specbridge_gateway_prompt_tokens_total": "tokens in",
-    "specbridge_gateway_generation_tokens_total": "tokens out",
-    "histogram_quantile(0.5, specbridge_gateway_time_to_first_token_seconds_bucket)": "TTFT",
-    "histogram_quantile(0.5, specbridge_gateway_inter_token_latency_seconds_bucket)": "inter-token latency",
-    "histogram_quantile(0.5, specbridge_gateway_e2e_request_latency_seconds_bucket)": "latency in all",
-    "specbridge_gateway_requests_running": "running",
-    "specbridge_gateway_requests_waiting": "queue",
-    "specbridge_gateway_spec_decode_drafts_total": "drafts",
-    "specbridge_gateway_spec_decode_draft_tokens_total": "draft tokens",
-    "specbridge_gateway_spec_decode_accepted_tokens_total": "accepted tokens",
-    "specbridge_gateway_spec_decode_accepted_tokens_per_position_total": "accepted by position",
-    "1 + specbridge_gateway_spec_decode_accepted_tokens_total"
-    " / specbridge_gateway_spec_decode_drafts_total": "acceptance length",
-    "specbridge_gateway_round_draft_seconds_sum": "where a round's time goes",
-    "specbridge_target_kv_pages_used": "KV pages",
-    "specbridge_target_prefix_hits_tokens_total": "prefix hits",
-    "specbridge_target_channel_bytes_total": "channel bytes by transport",
-    "specbridge_draft_channel_attached": "the channel is up",
+SERVICES = ("target", "draft", "gateway")
+# Expressions without data here, by the series that they miss.
+ELSEWHERE = {
+    "specbridge_target_collective_seconds_total": "one rank has no collectives",
+    "specbridge_target_gpu_memory_bytes": "no GPU",
+    "specbridge_target_memory_bytes": "no GPU, no plan of its memory",
+    "specbridge_draft_gpu_memory_bytes": "no GPU",
+    "specbridge_draft_recent_acceptance_length": "simulated acceptance is not judged: the last test has it",
+    "specbridge_draft_selfcheck_acceptance": "no self-check of simulated acceptance, nor of the tiny models",
 }
 
 
 @pytest.fixture(scope="module")
-def prometheus(stack: RunningStack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Its address; it scrapes `stack` every second, otherwise as in deploy/prometheus."""
-    folder = tmp_path_factory.mktemp("prometheus")
-    config = (REPO / "deploy/prometheus/prometheus.yml").read_text()
-    assert "scrape_interval: 5s" in config
-    config = config.replace("scrape_interval: 5s", "scrape_interval: 1s")
-    for service in ("target", "draft", "gateway"):
+def stack(tiny_models: tuple[Path, Path]) -> Iterator[RunningStack]:
+    """Acceptance is simulated: of random weights next to nothing is right, and panels would have no data."""
+    target, drafter = tiny_models
+    with running_stack(
+        f"--target={target}",
+        f"--draft={drafter}",
+        "--dtype=float32",
+        "--simulate-acceptance=3",
+        "--metrics-vllm-aliases",
+    ) as running:
+        yield running
+
+
+@contextmanager
+def watching(stack: RunningStack, folder: Path) -> Iterator[str]:
+    """The address of a Prometheus as in deploy/prometheus, but for the services' addresses, looking each
+    second, and alerts that fire after one second.
+    """
+    binary = program("prometheus", package="prometheus")
+    shutil.copytree(REPO / "deploy/prometheus", folder, dirs_exist_ok=True)
+    config = (folder / "prometheus.yml").read_text()
+    config, changed = re.subn(r"(scrape|evaluation)_interval: \d+s", r"\1_interval: 1s", config)
+    assert changed == 2
+    for service in SERVICES:
         place = next(line.split('"')[1] for line in config.splitlines() if f'targets: ["{service}:' in line)
         url = httpx.URL(str(stack.state["endpoints"][f"{service} metrics"]))
         config = config.replace(place, f"{url.host}:{url.port}")
     (folder / "prometheus.yml").write_text(config)
+    alerts = (folder / "rules/alerts.yml").read_text()
+    (folder / "rules/alerts.yml").write_text(re.sub(r"for: \d+m", "for: 1s", alerts))
     address = f"127.0.0.1:{free_port()}"
-    command = ["prometheus", f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
+    command = [binary, f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
             [*command, f"--web.listen-address={address}"], stdout=log, stderr=subprocess.STDOUT
@@ -69,37 +81,143 @@ def prometheus(stack: RunningStack, tmp_path_factory: pytest.TempPathFactory) ->
         process.wait(30)
 
 
+@pytest.fixture(scope="module")
+def prometheus(stack: RunningStack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with watching(stack, tmp_path_factory.mktemp("prometheus")) as address:
+        yield address
+
+
+# One client: each new one reads all certificates of the system first.
+CLIENT = httpx.Client(timeout=120)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _closed_client() -> Iterator[None]:
+    yield
+    CLIENT.close()
+
+
 def query(address: str, promql: str) -> list[dict[str, object]]:
-    reply = httpx.get(f"http://{address}/api/v1/query", params={"query": promql}, timeout=10).json()
-    assert reply["status"] == "success", reply
+    reply = CLIENT.get(f"http://{address}/api/v1/query", params={"query": promql}).json()
+    assert reply["status"] == "success", (promql, reply)
     return list(reply["data"]["result"])
 
 
-def test_every_documented_series_is_there(stack: RunningStack, prometheus: str) -> None:
-    for text in ("one and the same prompt, longer than a page of tokens",) * 2:
-        body = {"model": "target", "prompt": text, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
-        assert httpx.post(f"{stack.url}/v1/completions", json=body, timeout=120).status_code == 200
+def has_number(address: str, promql: str) -> bool:
+    return any(math.isfinite(float(item["value"][1])) for item in query(address, promql))  # type: ignore[index]
 
+
+def alerts_of(address: str, state: str = "firing") -> set[str]:
+    found = query(address, f'ALERTS{{alertstate="{state}"}}')
+    return {item["metric"]["alertname"] for item in found}  # type: ignore[index]
+
+
+def all_expressions() -> dict[str, str]:
+    """Expression → where it stands. Of alerts the condition's value, true or not."""
+    found = {}
+    for name, dashboard in catalogue.dashboards().items():
+        for panel in catalogue.panels(dashboard):
+            for target in panel["targets"]:
+                found[catalogue.concrete(target["expr"])] = f"{name}: {panel['title']}"
+    for rule in catalogue.rules():
+        if "record" in rule:
+            found[rule["expr"]] = found[rule["record"]] = rule["record"]
+        else:
+            found[re.sub(r"(==|>|<) (?=[\d.]+)", r"\1 bool ", rule["expr"])] = rule["alert"]
+    return found
+
+
+def complete(
+    stack: RunningStack, prompt: str = "a prompt that is longer than a page", **more: object
+) -> httpx.Response:
+    body = {"model": "target", "prompt": prompt, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    return CLIENT.post(f"{stack.url}/v1/completions", json={**body, **more})
+
+
+@contextmanager
+def steady_load(stack: RunningStack) -> Iterator[None]:
+    """One short request after the other, as long as the body runs."""
+    stop = threading.Event()
+
+    def work() -> None:
+        while not stop.wait(0.3):
+            reply = complete(stack, "a prompt much like the one before it", max_tokens=12)
+            assert reply.status_code == 200, reply.text
+
+    with ThreadPoolExecutor(1) as pool:
+        worker = pool.submit(work)
+        try:
+            yield
+        finally:
+            stop.set()
+        worker.result()
+
+
+def put_load(stack: RunningStack) -> None:
+    """A bit of everything that the dashboards show."""
+    with ThreadPoolExecutor(3) as pool:
+        replies = list(pool.map(lambda i: complete(stack, f"{'the same start ' * 3}{i % 2}"), range(6)))
+    assert {reply.status_code for reply in replies} == {200}, replies[0].text
+    assert complete(stack, max_tokens=10**6).status_code == 400
+    body = {"model": "target", "prompt": "left early", "max_tokens": 400, "stream": True, "ignore_eos": True}
+    with CLIENT.stream("POST", f"{stack.url}/v1/completions", json=body) as reply:
+        next(reply.iter_lines())
+
+
+def test_every_panel_and_rule_has_data_under_load(stack: RunningStack, prometheus: str) -> None:
     def all_up() -> bool:
         up = {item["metric"]["job"]: item["value"][1] for item in query(prometheus, "up")}  # type: ignore[index]
-        return up == {"target": "1", "draft": "1", "gateway": "1"}
+        return up == dict.fromkeys(SERVICES, "1")
 
     wait_for(all_up, 30, "three targets up")
-    missing: list[str] = []
+    put_load(stack)
+    places = all_expressions()
+    missing = dict(places)
 
     def none_missing() -> bool:
-        missing[:] = [promql for promql in SERIES if not query(prometheus, promql)]
-        return not missing
+        for promql in [p for p in missing if has_number(prometheus, p)]:
+            del missing[promql]
+        return not any(not set(ELSEWHERE) & catalogue.reads(promql).names for promql in missing)
 
     try:
-        wait_for(none_missing, 20, "all series")
+        with steady_load(stack):
+            wait_for(none_missing, 30, "data of all expressions")
     except AssertionError:
-        pytest.fail(f"no sample of {missing}")
+        pytest.fail(f"no number of {missing}")
+    assert {name for promql in missing for name in catalogue.reads(promql).names} >= set(ELSEWHERE), (
+        "what is said to have no data here has some"
+    )
+    assert query(prometheus, 'vllm:generation_tokens_total{model_name="target",engine="0"}')
+    assert alerts_of(prometheus) == set()
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool")
-@pytest.mark.parametrize("service", ["target", "draft", "gateway"])
+def test_a_killed_draft_sets_off_its_alert_until_it_is_back(stack: RunningStack, prometheus: str) -> None:
+    assert "SpecBridgeDraftDown" not in alerts_of(prometheus) | alerts_of(prometheus, "pending")
+    with steady_load(stack):
+        stack.kill("draft")
+        wait_for(lambda: "SpecBridgeDraftDown" in alerts_of(prometheus), 30, "the alert of the killed draft")
+        wait_for(lambda: "SpecBridgeDraftDown" not in alerts_of(prometheus), 90, "the alert's end")
+        wait_for(stack.draft_connected, 5, "a stream to the draft")
+    # Of the last five minutes, which were all there is.
+    assert alerts_of(prometheus) <= {"SpecBridgeDraftFallbacks"}
+
+
+@pytest.mark.parametrize("service", SERVICES)
 def test_names_and_types_follow_the_conventions(stack: RunningStack, service: str) -> None:
+    promtool = program("promtool", package="prometheus")
     text = httpx.get(str(stack.state["endpoints"][f"{service} metrics"]), timeout=10).text
-    done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True)
+    own = "".join(line for line in text.splitlines(keepends=True) if "vllm:" not in line)
+    assert own != text or service != "gateway"
+    done = subprocess.run([promtool, "check", "metrics"], input=own, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_random_weights_set_off_the_alert_on_acceptance(
+    tiny_models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    target, drafter = tiny_models
+    flags = (f"--target={target}", f"--draft={drafter}", "--dtype=float32", "--budget=fixed")
+    with running_stack(*flags) as stack, watching(stack, tmp_path) as prometheus, steady_load(stack):
+        wait_for(lambda: "SpecBridgeAcceptanceCollapse" in alerts_of(prometheus), 60, "the alert")
+        [judged] = [p for p in all_expressions() if "specbridge_draft_recent_acceptance_length" in p]
+        wait_for(lambda: has_number(prometheus, judged), 30, "acceptance judged by the draft")

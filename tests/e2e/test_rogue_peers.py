@@ -228,6 +228,11 @@ async def test_two_gateways_with_the_same_session_numbers(stack: RunningStack) -
 async def test_hidden_state_consumers(stack: RunningStack) -> None:
     Request = target_pb2.ChannelRequest
     async with under_watch(stack, "target") as channel:
+        # The real draft is attached: nobody who only says Attach gets it out of its place.
+        for bare in ({}, {"target_layer_ids": (1,)}, {"target_layer_ids": range(1_000_000)}):
+            reply = await consume(channel, attach(**bare, take_over=False), "read")
+            assert reply.refused.error.code == common_pb2.ERROR_CODE_RESOURCE_EXHAUSTED
+        assert stack.total("draft", "specbridge_draft_channel_attached") == 1
         refusals = {
             "needs 'attach'": (Request(),),
             "not empty": (attach(target_layer_ids=()),),
@@ -260,19 +265,6 @@ async def test_hidden_state_consumers(stack: RunningStack) -> None:
         await asyncio.gather(holder, return_exceptions=True)
         error = await raw(channel, "Target/HiddenStates", b"\xff" * 40)
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-
-
-async def test_speculation_is_back_after_all_that(stack: RunningStack) -> None:
-    """A draft that was superseded waits half a minute before it takes the target back."""
-    await asyncio.to_thread(
-        wait_for,
-        lambda: stack.total("draft", "specbridge_draft_channel_attached") == 1,
-        60,
-        "the draft attached",
-    )
-    before = stack.total("target", "specbridge_target_captured_rows_total")
-    await healthy_text(stack)
-    assert stack.total("target", "specbridge_target_captured_rows_total") > before
 
 
 async def test_gateway_generation(stack: RunningStack) -> None:
@@ -333,3 +325,16 @@ async def test_gateway_generation(stack: RunningStack) -> None:
             call.cancel()
 
         await asyncio.gather(*(leave(i) for i in range(200)))
+
+
+async def test_speculation_is_back_after_all_that(stack: RunningStack) -> None:
+    """A draft that was superseded waits half a minute before it takes the target back."""
+    await asyncio.to_thread(
+        wait_for,
+        lambda: stack.total("draft", "specbridge_draft_channel_attached") == 1,
+        60,
+        "the draft attached",
+    )
+    before = stack.total("target", "specbridge_target_captured_rows_total")
+    await healthy_text(stack)
+    assert stack.total("target", "specbridge_target_captured_rows_total") > before

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from pathlib import Path
 
 import httpx
 import pytest
-from running_stack import RunningStack, running_stack, wait_for
+from running_stack import RunningStack, wait_for
 
 pytestmark = pytest.mark.slow
 TOKENS = 220
@@ -35,18 +34,9 @@ async def stream(client: httpx.AsyncClient, i: int, started: asyncio.Event | Non
 
 
 @pytest.fixture(scope="module")
-def own_stack(tiny_models: tuple[Path, Path]):  # type: ignore[no-untyped-def]
-    target, drafter = tiny_models
-    with running_stack(
-        f"--target={target}", f"--draft={drafter}", "--dtype=float32", "--tree-budget=8"
-    ) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def undisturbed(own_stack: RunningStack) -> list[str]:
+def undisturbed(stack: RunningStack) -> list[str]:
     async def run() -> list[str]:
-        async with httpx.AsyncClient(base_url=own_stack.url, timeout=120) as client:
+        async with httpx.AsyncClient(base_url=stack.url, timeout=120) as client:
             return list(await asyncio.gather(*(stream(client, i) for i in range(4))))
 
     texts = asyncio.run(run())
@@ -64,18 +54,18 @@ async def run_and_kill(stack: RunningStack, service: str) -> list[str]:
 
 
 async def test_draft_killed_streams_go_on_and_speculation_resumes(
-    own_stack: RunningStack, undisturbed: list[str]
+    stack: RunningStack, undisturbed: list[str]
 ) -> None:
-    before = own_stack.total("gateway", "specbridge_gateway_fallbacks_total")
-    assert await run_and_kill(own_stack, "draft") == undisturbed
-    assert own_stack.total("gateway", "specbridge_gateway_fallbacks_total") > before
+    before = stack.total("gateway", "specbridge_gateway_fallbacks_total")
+    assert await run_and_kill(stack, "draft") == undisturbed
+    assert stack.total("gateway", "specbridge_gateway_fallbacks_total") > before
 
     async def drafts_again() -> None:
-        drafted = own_stack.total("gateway", "specbridge_gateway_spec_decode_draft_tokens_total")
-        async with httpx.AsyncClient(base_url=own_stack.url, timeout=120) as client:
+        drafted = stack.total("gateway", "specbridge_gateway_spec_decode_draft_tokens_total")
+        async with httpx.AsyncClient(base_url=stack.url, timeout=120) as client:
             for _ in range(100):
                 assert await stream(client, 0) == undisturbed[0]
-                if own_stack.total("gateway", "specbridge_gateway_spec_decode_draft_tokens_total") > drafted:
+                if stack.total("gateway", "specbridge_gateway_spec_decode_draft_tokens_total") > drafted:
                     return
                 await asyncio.sleep(0.2)
         raise AssertionError("speculation did not resume")
@@ -84,8 +74,10 @@ async def test_draft_killed_streams_go_on_and_speculation_resumes(
 
 
 async def test_target_killed_streams_continue_from_the_tokens_held(
-    own_stack: RunningStack, undisturbed: list[str]
+    stack: RunningStack, undisturbed: list[str]
 ) -> None:
-    assert await run_and_kill(own_stack, "target") == undisturbed
-    assert own_stack.total("gateway", "specbridge_gateway_session_reopens_total") > 0
-    wait_for(lambda: own_stack.total("target", "specbridge_target_sessions") == 0, 20, "zero sessions")
+    assert await run_and_kill(stack, "target") == undisturbed
+    assert stack.total("gateway", "specbridge_gateway_session_reopens_total") > 0
+    wait_for(lambda: stack.total("target", "specbridge_target_sessions") == 0, 20, "zero sessions")
+    attached = "specbridge_draft_channel_attached"
+    wait_for(lambda: stack.total("draft", attached) == 1, 60, "the draft attached to the new target")

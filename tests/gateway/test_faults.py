@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from fake_services import FakeDraft, FakeTarget, linked, oracle, plain, random_tree
 from scheduler_harness import Recorder, collect, make_request, run_scheduler
 
-from gateway.drafting import RateLimiter
+from gateway.budget import Beside, Candidate, Plan, SharedRows
 from gateway.generation import GenerationRequest
 from gateway.limits import SchedulerLimits
 from gateway.scheduler import Scheduler
+from gateway.standing import RateLimiter
 from specbridge.errors import (
     CapacityError,
     InternalError,
@@ -470,28 +471,22 @@ def test_a_defect_in_a_round_ends_requests_not_the_scheduler() -> None:
     target, draft = services()
     observer = Recorder()
 
-    class Broken:
+    class Broken(SharedRows):
         calls = 0
 
-        def plan(self, candidates: object) -> object:
+        def plan(self, candidates: Sequence[Candidate], beside: Beside | None = None) -> Plan:
             self.calls += 1
             if self.calls == 3:
                 raise RuntimeError("a bug")
-            from gateway.budget import Plan
-
-            return Plan((0,) * len(candidates))  # type: ignore[arg-type]
-
-        def cut(self, candidates: object, trees: object) -> object:
-            return trees
-
-        def observe(self, record: object, outcomes: object) -> None: ...
+            return Plan((0,) * len(candidates))
 
     async def body(scheduler: Scheduler) -> None:
         with pytest.raises(InternalError, match="a bug"):
             await collect(scheduler, requests(1)[0])
         await check_texts(scheduler, requests(2))
 
-    run_scheduler(body, target, draft, limits=FAST, observer=observer, policy=Broken())
+    policy = Broken(tree_budget=5, max_verify_rows=12, min_tree=4)
+    run_scheduler(body, target, draft, limits=FAST, observer=observer, policy=policy)
     assert not target.sessions
 
 
@@ -557,7 +552,8 @@ def test_random_faults(seed: int) -> None:
         await asyncio.sleep(0.05)
         assert scheduler.running == scheduler.queue_length == 0
 
-    run_scheduler(body, target, draft, limits=FAST, observer=observer)
+    limits = dataclasses.replace(FAST, budget=("fixed", "cost")[seed % 2], cohorts=(1, 2, 0)[seed % 3])
+    run_scheduler(body, target, draft, limits=limits, observer=observer)
     assert not target.sessions and not draft.sessions
     observer.reconcile()
 

@@ -99,13 +99,33 @@ async def test_parameters_left_out_take_the_models_defaults_and_given_ones_arriv
         assert surface.scheduler.request.stop.max_tokens == 512 - 3
         await generate(
             channel, text="abc", top_k=4, top_p=0.5, min_p=0.25, max_tokens=9, min_tokens=2,
-            stop_token_ids=[7], ignore_eos=True, no_speculation=True, max_tree_nodes=5,
+            stop_token_ids=[7], ignore_eos=True, no_speculation=True, max_tree_nodes=5, priority=-3,
         )  # fmt: skip
     request = surface.scheduler.request
     assert (request.sampling.top_k, request.sampling.top_p, request.sampling.min_p) == (4, 0.5, 0.25)
     assert (request.stop.max_tokens, request.stop.min_tokens, request.stop.stop_token_ids) == (9, 2, (7,))
     assert request.stop.ignore_eos and not request.speculate and request.max_tree_nodes == 5
     assert request.deadline_s is not None and 0 < request.deadline_s < 11
+    assert (request.priority, request.tenant) == (-3, "")
+
+
+async def test_a_refusal_says_when_to_come_back_and_keys_are_told_apart(surface: Surface) -> None:
+    surface.plays("x")
+    async with served(surface) as channel:
+        stub = gateway_pb2_grpc.GenerationStub(channel)
+        tenants = []
+        for key in ("a", "b", "a"):
+            call = stub.Generate(
+                gateway_pb2.GenerateRequest(text="abc"), metadata=(("authorization", f"Bearer {key}"),)
+            )
+            assert [reply async for reply in call]
+            tenants.append(surface.scheduler.request.tenant)
+        assert tenants[0] == tenants[2] != tenants[1] and "a" not in tenants
+        surface.scheduler.refuse = CapacityError("the queue is full", retry_after=2.3)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await generate(channel, text="abc")
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert dict(caught.value.trailing_metadata() or ())["retry-after"] == "3"
 
 
 @pytest.mark.parametrize(

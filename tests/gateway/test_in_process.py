@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from in_process import Product
@@ -57,9 +58,20 @@ async def texts(scheduler: Scheduler, wanted: list[GenerationRequest]) -> list[C
 
 
 @pytest.mark.parametrize(
-    ("sampling", "budget"), [("greedy", 16), ("sampled", 1), ("sampled", 16), ("filtered", 16)]
+    ("sampling", "changes"),
+    [
+        ("greedy", {"tree_budget": 16}),
+        ("sampled", {"tree_budget": 1}),
+        ("sampled", {"tree_budget": 16}),
+        ("filtered", {"tree_budget": 16}),
+        ("greedy", {"budget": "cost", "cohorts": 2}),
+        ("sampled", {"budget": "cost", "cohorts": 0}),
+        ("sampled", {"tree_budget": 8, "cohorts": 2}),
+    ],
 )
-def test_same_text_with_and_without_speculation(product: Product, sampling: str, budget: int) -> None:
+def test_same_text_with_and_without_speculation(
+    product: Product, sampling: str, changes: dict[str, Any]
+) -> None:
     observer = Recorder()
 
     async def body(scheduler: Scheduler) -> None:
@@ -71,7 +83,7 @@ def test_same_text_with_and_without_speculation(product: Product, sampling: str,
         assert sum(r.nodes for r in observer.rounds[seen:]) > 0
         assert all(0 <= token < VOCAB_SIZE for t in plain for token in t.tokens)
 
-    limits = SchedulerLimits(tree_budget=budget, max_verify_rows=128, min_tree=1, draft_timeout=5.0)
+    limits = SchedulerLimits(max_verify_rows=128, min_tree=1, draft_timeout=5.0, **changes)
     run_scheduler(body, product.target, product.draft, limits=limits, observer=observer, timeout_s=60)
     observer.reconcile()
 

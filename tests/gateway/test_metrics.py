@@ -9,9 +9,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.generation import DeliveredRecord, RequestRecord, RoundRecord, RoundShare, SpecStats
-from gateway.metrics import PREFIX, GatewayMetrics, Histogram
+from gateway.metrics import PREFIX, STAGES, GatewayMetrics, Histogram, round_stages
 from specbridge.errors import CapacityError
-from specbridge.rounds import FinishReason
+from specbridge.rounds import DraftTimings, FinishReason
 
 
 @pytest.fixture
@@ -139,13 +139,14 @@ def test_labels_stay_bounded_whatever_comes(metrics: GatewayMetrics) -> None:
 
 
 def test_connection_gauges_and_queue(metrics: GatewayMetrics) -> None:
-    metrics.watch(running=lambda: 3, waiting=lambda: 2)
+    metrics.watch(running=lambda: 3, waiting=lambda: 2, stall=lambda: 1.5, kv_usage=lambda: 0.25)
     told: list[bool] = []
     metrics.on_connection_changed = lambda: told.append(True)
     metrics.on_connection("target", True, "")
     assert value(metrics, "service_connected", service="target") == 1
     assert value(metrics, "service_connected", service="draft") == 0
     assert (value(metrics, "requests_running"), value(metrics, "requests_waiting")) == (3, 2)
+    assert (value(metrics, "longest_stall_seconds"), value(metrics, "target_kv_usage_ratio")) == (1.5, 0.25)
     assert told == [True]
 
 
@@ -168,5 +169,62 @@ def test_histogram_exposition_is_cumulative_and_parses() -> None:
 def test_every_name_follows_the_convention(metrics: GatewayMetrics) -> None:
     families = list(metrics.registry.collect())
     assert all(family.name.startswith(PREFIX) and family.documentation.endswith(".") for family in families)
-    units = ("_seconds", "_tokens", "_ratio", "_rows", "_nodes", "_sessions")
+    units = ("_seconds", "_tokens", "_ratio", "_rows", "_nodes", "_sessions", "_rounds")
     assert all(f.name.endswith(units) for f in families if f.type == "histogram")
+
+
+def test_a_rounds_stages_add_up_whatever_the_services_report(metrics: GatewayMetrics) -> None:
+    records = [
+        RoundRecord(
+            1, 1, 5, 4, 2, 1, 0.1, 0.03, 0.06, 0.025, 0.058, draft_timings=DraftTimings(0, 5_000_000)
+        ),
+        RoundRecord(1, 0, 1, 0, 1, 0, 0.05, 0.0, 0.049),  # no timings: the wait is all there is to say
+        RoundRecord(1, 1, 2, 1, 1, 0, 0.04, 0.01, 0.02, 0.5, 0.6),  # another clock's second is longer
+    ]
+    for record in records:
+        assert sum(round_stages(record)) == pytest.approx(record.total_s)
+        metrics.on_round(record)
+    assert round_stages(records[0]) == pytest.approx((0.02, 0.005, 0.058, 0.007, 0.01))
+    assert value(metrics, "round_stage_seconds_total", stage="channel_wait") == pytest.approx(0.005)
+    assert value(metrics, "round_stage_seconds_total", stage="rpc") == pytest.approx(0.007)
+    total = sum(value(metrics, "round_stage_seconds_total", stage=stage) or 0 for stage in STAGES)
+    assert total == pytest.approx(value(metrics, "round_seconds_sum"))
+
+
+def test_trees_count_by_size(metrics: GatewayMetrics) -> None:
+    for drafted, accepted in ((1, 1), (4, 2), (5, 3), (8, 0), (3000, 7)):
+        metrics.on_delivered(
+            DeliveredRecord(accepted + 1, False, 0.1, (RoundShare(accepted + 1, drafted, accepted),))
+        )
+    for nodes, drafts, accepted in (("1", 1, 1), ("4", 1, 2), ("8", 2, 3), ("more", 1, 7), ("2", 0, 0)):
+        assert value(metrics, "spec_decode_drafts_by_size_total", nodes=nodes) == drafts
+        assert value(metrics, "spec_decode_accepted_tokens_by_size_total", nodes=nodes) == accepted
+
+
+def test_parts_of_a_request(metrics: GatewayMetrics) -> None:
+    metrics.on_request(request())
+    metrics.on_request(request(first_token_s=None, output_tokens=0, finish_reason=FinishReason.ABORT))
+    for name, count, total in (
+        ("request_queue_time_seconds", 2, 1.0),
+        ("request_prefill_time_seconds", 1, 0.5),
+        ("request_decode_time_seconds", 1, 2.0),
+        ("request_rounds", 2, 6),
+    ):
+        assert value(metrics, f"{name}_count") == count, name
+        assert value(metrics, f"{name}_sum") == pytest.approx(total), name
+
+
+def test_a_stack_without_a_draft_has_no_series_that_says_it_is_down(metrics: GatewayMetrics) -> None:
+    metrics.tell(model_name="m", version="1.2", drafts=False, vllm_aliases=False)
+    assert value(metrics, "service_connected", service="draft") is None
+    assert value(metrics, "service_connected", service="target") == 0
+    assert value(metrics, "model_info", model_name="m", version="1.2") == 1
+    assert not any(family.name.startswith("vllm:") for family in metrics.registry.collect())
+
+
+def test_preemptions_are_reopens_of_one_cause(metrics: GatewayMetrics) -> None:
+    for service, cause in (("target", "preempted"), ("target", "restarted"), ("draft", "error")):
+        metrics.on_reopen(service, cause)
+    assert value(metrics, "preemptions_total") == 1
+    assert value(metrics, "session_reopens_total", service="target", cause="preempted") == 1
+    assert value(metrics, "session_reopens_total", service="draft", cause="error") == 1

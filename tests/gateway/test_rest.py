@@ -202,6 +202,24 @@ async def test_api_key_guards_everything_but_health(surface: Surface) -> None:
     assert len(guarded.scheduler.generations) == 1
 
 
+async def test_each_of_several_keys_is_a_tenant_and_priorities_arrive() -> None:
+    guarded = make_surface(api_key="k3y, other")
+    guarded.plays("ok")
+    async with guarded.client() as client:
+        for key, priority in (("k3y", 0), ("other", -2), ("k3y", None), ("k3y,other", 1)):
+            body = chat_body() if priority is None else chat_body(priority=priority)
+            answer = await client.post(CHAT, json=body, headers={"authorization": f"Bearer {key}"})
+            assert answer.status_code == (401 if "," in key else 200)
+        requests = [generation.request for generation in guarded.scheduler.generations]
+        assert [request.priority for request in requests] == [0, -2, 0]
+        assert requests[0].tenant == requests[2].tenant != requests[1].tenant
+        assert not any("k3y" in request.tenant for request in requests)
+        refused = await client.post(
+            CHAT, json=chat_body(priority=5000), headers={"authorization": "Bearer other"}
+        )
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "priority"
+
+
 async def test_bodies_past_the_limit_are_refused_announced_or_not() -> None:
     small = make_surface(max_body=2000)
     big = json.dumps(chat_body(user="x" * 4000)).encode()

@@ -24,9 +24,9 @@ DRAFTERS: dict[str, Drafter] = {"oracle": oracle, "random": random_tree, "advers
 
 
 @pytest.mark.parametrize("concurrency", [1, 9])
-@pytest.mark.parametrize("budget", [0, 1, 7, 32, 64])
+@pytest.mark.parametrize("budget", [0, 1, 7, 32, 64, "cost"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_output_equals_plain_decoding(drafter: str, budget: int, concurrency: int) -> None:
+def test_output_equals_plain_decoding(drafter: str, budget: int | str, concurrency: int) -> None:
     target, draft = FakeTarget(), FakeDraft(DRAFTERS[drafter])
     linked(target, draft)
     observer = Recorder()
@@ -41,11 +41,13 @@ def test_output_equals_plain_decoding(drafter: str, budget: int, concurrency: in
             assert text.tokens == expected.tokens
             assert text.finish_reason == expected.finish_reason
 
-    limits = SchedulerLimits(tree_budget=budget, max_verify_rows=256, min_tree=1)
+    limits = SchedulerLimits(budget="cost")
+    if isinstance(budget, int):
+        limits = SchedulerLimits(tree_budget=budget, max_verify_rows=256, min_tree=1)
     run_scheduler(body, target, draft, limits=limits, observer=observer)
     assert not target.sessions and not draft.sessions
     assert target.most_in_flight <= 1 and draft.most_in_flight <= 1
-    assert max(target.verified_nodes, default=0) <= budget
+    assert max(target.verified_nodes, default=0) <= (budget if isinstance(budget, int) else 64)
     if budget and drafter == "oracle":
         # Full acceptance: every verified node of a chain is right.
         accepted = sum(r.accepted for r in observer.rounds)

@@ -15,6 +15,7 @@ from scheduler_harness import Recorder
 from gateway.config import GatewaySettings
 from gateway.drafting import Drafting
 from gateway.limits import SchedulerLimits
+from gateway.policies import policy_for
 from gateway.server import load_tokenizer
 from gateway.text import Tokenizer
 from specbridge.errors import ConfigError
@@ -68,6 +69,9 @@ def test_a_draft_that_simulates_something_else_is_not_asked(ours: str, theirs: s
     target = dataclasses.replace(FakeTarget().make_info(), simulated_acceptance=ours)
     draft = dataclasses.replace(FakeDraft(lambda *_: 0).make_info(), simulated_acceptance=theirs)
     link: Any = SimpleNamespace(info=draft, up=True)
-    drafting = Drafting(link, limits=SchedulerLimits(), observer=Recorder(), flush=lambda: None)
+    limits = SchedulerLimits()
+    drafting = Drafting(
+        link, policy_for(limits), limits=limits, observer=Recorder(), running=lambda: 0, flush=lambda: None
+    )
     drafting.check(dataclasses.replace(target, vocab_size=draft.vocab_size))
     assert drafting.mismatch.startswith(reason) and bool(drafting.mismatch) == bool(reason)

@@ -1,4 +1,5 @@
-"""Compiles the small ops' Triton kernels for an NVIDIA GPU on a machine without one. A script, run by a test.
+"""Compiles Triton kernels of small ops and token losses for an NVIDIA GPU on a machine without one. A script,
+run by a test.
 
 Triton's compiler needs no device, only its launcher does: a driver that names the target stands in for the
 real one, and every launch stops after compiling. Tensors are on the CPU and keep what they hold. Prints a
@@ -16,6 +17,7 @@ from triton.runtime.jit import JITFunction
 
 from benchmarks.kernels_small import Shape, cases
 from kernels import cuda
+from kernels.token_loss import Logits, LossTerms, row_losses, write_gradient
 
 CAPABILITY = 90
 
@@ -52,6 +54,18 @@ def main() -> None:
         case.run()
         for name, size in names:
             print(case.op, name, size)
+    for terms in (LossTerms(), LossTerms(ce=0.1, kl=0.5, l1=0.5, coupled=0.5, temperature=0.9)):
+        names.clear()
+        token_loss(terms)
+        for name, size in names:
+            print("token_loss", name, size)
+
+
+def token_loss(terms: LossTerms) -> None:
+    rows = torch.zeros(2, 100, dtype=torch.bfloat16)
+    teacher = rows.clone() if terms.distils else None
+    logits = Logits(rows, teacher, torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+    write_gradient(logits, terms, row_losses(logits, terms), torch.ones(2))
 
 
 if __name__ == "__main__":

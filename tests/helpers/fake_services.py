@@ -233,7 +233,7 @@ class FakeTarget(_Service):
             model_id="fake", fingerprint=self.fingerprint, vocab_size=VOCAB, eos_token_ids=(EOS,),
             hidden_size=8, num_layers=2, page_size=16, max_length=self.max_length, tp_size=1,
             max_sessions=self.max_sessions,
-            max_tree_nodes=self.max_tree_nodes, total_pages=100, dtype="float32", device="cpu",
+            max_tree_nodes=self.max_tree_nodes, total_pages=1000, dtype="float32", device="cpu",
             instance=self.instance,
         )  # fmt: skip
 

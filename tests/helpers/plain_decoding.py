@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
@@ -47,8 +48,9 @@ def perturbed(logits: torch.Tensor, sampling: SamplingParams, seed: int, positio
 class PlainDecoding:
     """Texts of one model: a forward over everything for each token, without a cache. Texts are kept."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    def __init__(self, folder: Path, dtype: torch.dtype, *, model: Any = None) -> None:
+        """model: what the folder holds, if it has been read already."""
+        self.model = model or AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
         self._texts: dict[tuple[object, ...], tuple[int, ...]] = {}
 
     @torch.inference_mode()

@@ -226,6 +226,32 @@ class LiveProduct:
         recorder.reconcile()
         return Run(texts, recorder)
 
+    def run_with(
+        self,
+        requests: Sequence[GenerationRequest],
+        meddle: Callable[[int, asyncio.Task[Collected]], Coroutine[Any, Any, None]],
+        *,
+        which: Sequence[int],
+        timeout_s: float = 200.0,
+    ) -> list[tuple[int, ...] | None]:
+        """Run all requests at once, and `meddle(i, task)` beside each of `which`. Tokens; None: cancelled."""
+        limits = SchedulerLimits(tree_budget=5, max_verify_rows=6 * len(requests), min_tree=1)
+        recorder = Recorder()
+
+        async def work(scheduler: Scheduler) -> list[Collected | None]:
+            tasks = [asyncio.create_task(collect(scheduler, request)) for request in requests]
+            meddlers = [asyncio.create_task(meddle(i, tasks[i])) for i in which]
+            done = await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*meddlers)
+            for result in done:
+                if isinstance(result, Exception):
+                    raise result
+            return [None if isinstance(result, BaseException) else result for result in done]
+
+        texts = self._await(self._scheduled(work, limits, recorder, timeout_s))
+        recorder.reconcile()
+        return [None if text is None else text.tokens for text in texts]
+
     async def _run(
         self,
         requests: Sequence[GenerationRequest],
@@ -233,15 +259,35 @@ class LiveProduct:
         recorder: Recorder,
         timeout_s: float,
     ) -> list[Collected]:
+        async def work(scheduler: Scheduler) -> list[Collected]:
+            return list(await asyncio.gather(*(collect(scheduler, request) for request in requests)))
+
+        return await self._scheduled(work, limits, recorder, timeout_s)
+
+    async def _scheduled(
+        self,
+        work: Callable[[Scheduler], Coroutine[Any, Any, list[Any]]],
+        limits: SchedulerLimits,
+        recorder: Recorder,
+        timeout_s: float,
+    ) -> list[Any]:
+        """What `work` returns of a scheduler that lives as long."""
         target, draft = InProcessTargetClient(self._engine), InProcessDraftClient(self._loaded)
         scheduler = Scheduler(target, draft, limits=limits, observer=recorder)
         async with asyncio.timeout(timeout_s):
             await scheduler.start()
             try:
                 await _until(lambda: scheduler.target_connected and scheduler.draft_connected)
-                return list(await asyncio.gather(*(collect(scheduler, request) for request in requests)))
+                return await work(scheduler)
             finally:
                 await scheduler.close()
+
+    def forget_context(self) -> None:
+        """The draft loses its cached prefixes, as when its target has been another one for a while."""
+        done = threading.Event()
+        engine = self._loaded.engine
+        engine.call(lambda: (engine._cache.pool.clear_cache(), done.set()))
+        assert done.wait(START_S)
 
     def leftovers(self) -> dict[str, float]:
         """Sessions, pages and ring slots in use, as /metrics would tell; kept prefixes do not count."""

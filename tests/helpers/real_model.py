@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from product import LiveProduct
 from transformers import AutoTokenizer
@@ -18,10 +19,11 @@ _PROMPTS = Path(__file__).parents[2] / "benchmarks" / "prompts"
 
 
 @contextmanager
-def real_product(model_folder: Path) -> Iterator[LiveProduct]:
-    """fp32 throughout, as transformers' model next to it; sized for short texts."""
+def real_product(model_folder: Path, **draft: Any) -> Iterator[LiveProduct]:
+    """fp32 throughout, as transformers' model next to it; sized for short texts. draft: further settings."""
     sizes = {"dtype": "float32", "max_length": 1024, "kv_tokens": 16384}
-    with LiveProduct(model_folder, resolve_draft("auto", NAME), target=sizes, draft=sizes) as product:
+    drafter = resolve_draft("auto", NAME)
+    with LiveProduct(model_folder, drafter, target=sizes, draft={**sizes, **draft}) as product:
         yield product
 
 

@@ -138,6 +138,7 @@ def attach(**fields: Any) -> Any:
         "identity": identity_to_pb(own_identity(os.urandom(16), "cpu")),
         "target_layer_ids": (0, 2),
         "transports": ["inline"],
+        "take_over": True,
         **fields,
     }
     return target_pb2.ChannelRequest(attach=target_pb2.Attach(**given))

@@ -76,12 +76,14 @@ def wait_for(condition, timeout_s: float, what: str) -> None:  # type: ignore[no
     """Poll until condition() is true; a failure says what did not happen."""
     deadline = time.monotonic() + timeout_s
     last: object = None
+    pause = 0.05
     while time.monotonic() < deadline:
         with suppress(httpx.HTTPError, FileNotFoundError, KeyError, json.JSONDecodeError):
             last = condition()
             if last:
                 return
-        time.sleep(0.05)
+        time.sleep(pause)
+        pause = min(1.1 * pause, 0.5)  # a look at /metrics costs the stack milliseconds
     raise AssertionError(f"{what} did not happen within {timeout_s} s (last value {last!r})")
 
 

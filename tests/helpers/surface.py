@@ -19,6 +19,7 @@ from gateway.completion import CompletionService, Phase
 from gateway.generation import GenerationRequest, SpecStats, TokenEvent
 from gateway.http import HttpServer
 from gateway.metrics import GatewayMetrics
+from gateway.report import BudgetReport, CohortReport, GatewayReport
 from gateway.rest import create_app
 from gateway.text import Tokenizer
 from specbridge.rounds import FinishReason, TargetInfo
@@ -207,6 +208,9 @@ class FakeScheduler:
             check_request(request, self.info)
         self.generations.append(FakeGeneration(self, request, self.script))
         return self.generations[-1]
+
+    def report(self) -> GatewayReport:
+        return GatewayReport(BudgetReport("fixed"), CohortReport("1", 1, "setting"), self.live)
 
     @property
     def request(self) -> GenerationRequest:

@@ -37,6 +37,7 @@ def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
         "commit_rows",
         "publish_rows",
         "append_context",
+        "token_loss",
     }
     assert {op for op, _, _ in lines} == ops
     assert all(int(size) > 0 for _, _, size in lines)

@@ -52,7 +52,10 @@ def many(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ...]]
 verify = st.builds(r.Verify, keys, u32, trees, st.booleans())
 propose = st.builds(r.Propose, keys, u32, u32, u32, u32)
 salt = st.binary(max_size=9)
-target_open = st.builds(r.TargetOpen, keys, tokens, u32, sampling, stop, u32, st.booleans(), salt, u32)
+priorities = st.integers(-(2**31), 2**31 - 1)
+target_open = st.builds(
+    r.TargetOpen, keys, tokens, u32, sampling, stop, u32, st.booleans(), salt, u32, priorities, u32
+)
 draft_open = st.builds(r.DraftOpen, keys, tokens, u32, sampling, salt, st.booleans(), u32)
 logprobs = st.builds(r.TokenLogprobs, number, tokens, st.lists(number, max_size=3).map(tuple))
 target_result = st.builds(
@@ -74,6 +77,7 @@ draft_result = st.builds(
 )
 target_timings = st.builds(r.TargetTimings, u64, u64, u64, u32, u32, u64)
 draft_timings = st.builds(r.DraftTimings, u64, u64, u64, u64, u64, u64)
+footprint = st.builds(r.Footprint, u64, u64, u64, u32, u64, u64)
 target_info = st.builds(
     r.TargetInfo,
     model_id=text,
@@ -97,6 +101,7 @@ target_info = st.builds(
     deterministic=st.booleans(),
     dummy_weights=st.booleans(),
     simulated_acceptance=text,
+    footprint=footprint,
 )
 draft_info = st.builds(
     r.DraftInfo,
@@ -115,6 +120,7 @@ draft_info = st.builds(
     attached=st.booleans(),
     dummy_weights=st.booleans(),
     simulated_acceptance=text,
+    footprint=footprint,
 )
 target_request = st.builds(
     r.TargetRequest,
@@ -134,7 +140,7 @@ draft_request = st.builds(
     proposes=many(propose),
     releases=many(keys),
 )
-target_reply = st.builds(r.TargetReply, u64, many(target_result), st.none() | target_timings)
+target_reply = st.builds(r.TargetReply, u64, many(target_result), st.none() | target_timings, st.none() | u32)
 draft_reply = st.builds(r.DraftReply, u64, many(draft_result), st.none() | draft_timings)
 
 BUILT = {

@@ -298,10 +298,15 @@ def test_a_long_run_keeps_its_indices_in_bounds(start: Start) -> None:
 def test_warm_up_measures_the_cost_of_rows_and_context(start: Start) -> None:
     runner, engine, _ = start(replace(TOY_LIMITS, warmup_repeats=1))
     points = engine.info().verify_cost
-    assert {p.rows for p in points} == {1, 2, 4, 8, 16, 32, 64, 128, 130}
-    assert len({p.context for p in points}) >= 3
+    usual = {1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 130}
+    contexts = sorted({p.context for p in points})
+    assert len(contexts) >= 3
+    by_context = {context: {p.rows for p in points if p.context == context} for context in contexts}
+    assert by_context.pop(contexts[0]) >= usual  # and wider ones, as long as they are quick
+    assert all(rows == usual for rows in by_context.values())
     assert all(p.time_ns > 0 for p in points)
     assert all(slot is None for slot in runner.slots), "warm-up must not write pages"
+    assert engine._stepper.planner._chunks.times is not None, "prompt chunks go by what was measured"
 
 
 def test_metrics_reconcile_with_what_was_delivered(start: Start) -> None:
@@ -313,7 +318,8 @@ def test_metrics_reconcile_with_what_was_delivered(start: Start) -> None:
     assert value("specbridge_target_tokens_total") == 40
     assert value("specbridge_target_accepted_tokens_total") == got.accepted
     assert value("specbridge_target_prefill_rows_total") == len(PROMPT) + len(PROMPT) - 32
-    assert value("specbridge_target_prefix_hits_tokens_total") == 32
+    assert value("specbridge_target_prefix_hit_tokens_total") == 32
+    assert value("specbridge_target_prefix_query_tokens_total") == 2 * len(PROMPT)
     assert value("specbridge_target_kv_pages_capacity") == TOY_LIMITS.num_pages
 
 

@@ -199,7 +199,7 @@ def test_a_prompt_that_waits_for_pages_is_not_hashed_at_every_turn(start: Start)
     client.send(opens=[open_request(2, other)])
     client.result(KEYS[2], TargetResultKind.OPENED)
     lookups, turns = 0, 0
-    look_up, plan = engine._cache.pool.match, engine._stepper._planner.plan
+    look_up, plan = engine._cache.pool.match, engine._stepper.planner.plan
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         nonlocal lookups
@@ -212,7 +212,7 @@ def test_a_prompt_that_waits_for_pages_is_not_hashed_at_every_turn(start: Start)
         return plan()
 
     engine._cache.pool.match = counted  # type: ignore[method-assign]
-    engine._stepper._planner.plan = planned  # type: ignore[method-assign]
+    engine._stepper.planner.plan = planned  # type: ignore[method-assign]
     deadline = time.monotonic() + 20
     while turns < 10 and time.monotonic() < deadline:
         time.sleep(0.01)

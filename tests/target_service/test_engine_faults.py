@@ -214,8 +214,8 @@ def test_too_many_sessions(start: Start) -> None:
 
 
 def test_page_shortage_preempts_the_youngest_and_the_reopened_text_is_the_same(start: Start) -> None:
-    # 5 pages of 16: two sessions of 37 tokens need 3 each.
-    runner, engine, client = start(replace(TOY_LIMITS, num_pages=6, max_length=96))
+    # 8 pages of 16: two sessions of 37 tokens need 3 each, and the second leaves 2 to spare.
+    runner, engine, client = start(replace(TOY_LIMITS, num_pages=8, max_length=96))
     other = [(t + 1) % 12 for t in PROMPT]
     old = client.open(open_request(1, PROMPT, max_tokens=50))
     young = client.open(open_request(2, other, max_tokens=50))
@@ -223,7 +223,7 @@ def test_page_shortage_preempts_the_youngest_and_the_reopened_text_is_the_same(s
     kv = {1: old.kv_length, 2: young.kv_length}
     keys = {1: old.session, 2: young.session}
     preempted = False
-    for _ in range(20):
+    for _ in range(40):
         reply = client.verify([Verify(keys[n], kv[n]) for n in (1, 2)])
         for n, result in zip((1, 2), reply.results, strict=True):
             if result.kind is TargetResultKind.PREEMPTED:

@@ -1,4 +1,7 @@
-"""Tensor parallelism: the same logits on 1, 2, 4, 8 ranks; split rules; a dead or silent rank."""
+"""Tensor parallelism over processes: the same logits on 2 and 4 ranks; split rules; a dead or silent rank.
+
+Eight ranks: as threads in test_model_families_parallel.py, as processes in test_server.py.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, A
 
 @pytest.fixture(
     scope="module",
-    params=[(2, "llama-8kv"), (4, "qwen3-2kv-of-8"), (8, "llama-2kv-of-8")],
+    params=[(2, "llama-8kv"), (4, "qwen3-2kv-of-8")],
     ids=lambda p: f"tp{p[0]}-{p[1]}",
 )
 def ranks(
@@ -79,6 +82,15 @@ def test_a_tree_commits_on_every_rank(ranks: tuple[Runner, Any]) -> None:
     with torch.inference_mode():
         expected = theirs(torch.tensor([text])).logits[0, -1]
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_the_collectives_of_a_pass_are_timed(ranks: tuple[Runner, Any]) -> None:
+    runner, _ = ranks
+    clock = runner.collectives
+    assert clock is not None
+    steps, seconds = clock.steps, clock.seconds
+    tm.feed(runner, ids(3, 3), tm.pages_for(3), chunks=(2, 1))
+    assert clock.steps == steps + 2 and clock.seconds > seconds
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stuck"])

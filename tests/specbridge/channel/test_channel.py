@@ -212,7 +212,36 @@ async def test_a_restarted_target_is_attached_again(address: str) -> None:
             assert draft.data[1] == sent
 
 
-async def test_a_newcomer_supersedes_and_the_loser_stays_away(address: str) -> None:
+async def test_a_newcomer_waits_while_the_draft_lives_and_follows_it(address: str) -> None:
+    """It must not even reach the engine: other taps would make the living draft's rows the wrong ones."""
+    async with ChannelTarget(address, slots=8) as target, ChannelDraft(address) as old:
+        await old.until_attached()
+        async with ChannelDraft(address, target_layer_ids=(0,)) as new:
+            await until(lambda: "--take-over" in new.client.reason)
+            sent = fill(target, 8)
+            await until(lambda: len(old.chunks) == 1)
+            assert old.data == [sent] and not old.detached and not new.attached
+            assert [value for name, value in target.events if name == "attach"] == [((1, 3), True)]
+            assert target.channel.stats.snapshot().refused >= 1
+            await old.client.close()
+            await new.until_attached()
+
+
+async def test_the_same_process_takes_its_own_place_back(address: str) -> None:
+    """Its old stream is dead, though the target can't tell yet."""
+    instance = b"draft-instance-1"
+    async with (
+        ChannelTarget(address, slots=8) as target,
+        ChannelDraft(address, hold=True, instance=instance, superseded_backoff_s=60.0) as old,
+    ):
+        await old.until_attached()
+        async with ChannelDraft(address, instance=instance) as new:
+            await new.until_attached()
+            await until(lambda: len(old.detached) == 1)
+        assert target.channel.stats.snapshot().refused == 0
+
+
+async def test_a_draft_that_takes_over_does_and_the_loser_stays_away(address: str) -> None:
     async with (
         ChannelTarget(address, slots=8) as target,
         ChannelDraft(address, hold=True, superseded_backoff_s=60.0) as old,
@@ -220,7 +249,7 @@ async def test_a_newcomer_supersedes_and_the_loser_stays_away(address: str) -> N
         await old.until_attached()
         reservation = target.channel.reserve(4)
         assert reservation is not None
-        async with ChannelDraft(address) as new:
+        async with ChannelDraft(address, take_over=True) as new:
             await new.until_attached()
             await until(lambda: old.detached == ["superseded by another draft"])
             # The engine was in the middle of a chunk for the old one: nobody gets it, nothing breaks.

@@ -18,6 +18,7 @@ from fake_cuda import BASE_STREAM, FakeCuda
 
 from specbridge.channel import consumer, cuda_ipc, cuda_memory, inline, segment, shared_memory, transports
 from specbridge.channel.base import ChannelLayout, Identity, ReceivedChunk
+from specbridge.channel.handles import CUDA_MEMORY, HANDLES
 from specbridge.channel.releases import RELEASES
 from specbridge.channel.segment import Segment
 from specbridge.channel.transports import TRANSPORTS
@@ -55,12 +56,14 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 async def nothing_left(cuda: FakeCuda) -> AsyncIterator[None]:
     """Whatever a test did, the GPU gets everything back, and nobody did what CUDA leaves undefined."""
     before = set(segment.FOLDER.glob("specbridge-*"))
+    open_before = HANDLES.snapshot()[CUDA_MEMORY]
     yield
     for stream in list(cuda.streams):
         cuda.go(stream)
     gc.collect()
     await until(lambda: cuda.live == (0, 0, 0) and not RELEASES.pending)
     assert not cuda.violations
+    assert HANDLES.snapshot()[CUDA_MEMORY] <= open_before  # less: a test before this one is done only now
     assert not leftovers(before)
 
 

@@ -1,0 +1,1 @@
+"""Training of drafters: responses of the target itself, the DFlash recipe, and how good the result is."""

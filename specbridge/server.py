@@ -114,6 +114,10 @@ async def typed_errors(context: grpc.aio.ServicerContext) -> AsyncIterator[None]
     except (grpc.aio.AbortError, grpc.aio.UsageError):
         raise
     except Exception as error:  # the boundary of the process: everything becomes a status
+        if context.done():
+            # The status was on its way, or the call over, when the peer went: nobody is left to be told.
+            log.debug("a call ended before its status had reached the peer: %s", error)
+            return
         await abort(context, error)
 
 

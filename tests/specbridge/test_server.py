@@ -311,3 +311,17 @@ async def test_processes_spawned_beside_a_running_server_can_talk() -> None:
         assert child.exitcode == 0
         assert await health(channel) == SERVING
         results.close()
+
+
+async def test_a_status_that_no_longer_reaches_the_peer_is_no_error() -> None:
+    """The peer went while the call was being ended: gRPC allows no second status, and nobody waits for one."""
+
+    class Ended:
+        def done(self) -> bool:
+            return True
+
+        async def abort(self, *args: object) -> None:
+            raise AssertionError("aborted a call that is over")
+
+    async with typed_errors(Ended()):  # type: ignore[arg-type]
+        raise RuntimeError("the status could not be sent")

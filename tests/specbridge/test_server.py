@@ -314,7 +314,7 @@ async def test_processes_spawned_beside_a_running_server_can_talk() -> None:
 
 
 async def test_a_status_that_no_longer_reaches_the_peer_is_no_error() -> None:
-    """The peer went while the call was being ended: gRPC allows no second status, and nobody waits for one."""
+    """The peer went while the call was being ended: gRPC allows no second status; nobody waits for one."""
 
     class Ended:
         def done(self) -> bool:

@@ -46,10 +46,9 @@ class GatewaySettings(Settings):
     """Bearer tokens, comma-separated, one of which /v1 requests must carry; empty: none. Requests that wait
     are served in fair shares of tokens a key.
     """
-    budget: Literal["auto", "cost", "fixed"] = "auto"
-    """How much is drafted and verified. cost: what brings the most tokens per second by measured costs and
-    acceptance, plain decoding included; fixed: what the next three say; auto: cost, or fixed if
-    one of those is given.
+    budget: Literal["fixed", "cost"] = "fixed"
+    """How much is drafted and verified. fixed: what the next three say; cost: what brings the most tokens per
+    second by measured costs and acceptance, plain decoding included.
     """
     tree_budget: int = Field(default=_LIMITS.tree_budget, ge=0)
     """Most nodes of one draft tree with --budget fixed; 0: no speculation at all, whatever the budget."""
@@ -84,16 +83,13 @@ class GatewaySettings(Settings):
 
     @model_validator(mode="after")
     def _one_budget(self) -> Self:
-        given = self._fixed_sizes()
+        # A tree budget of 0 turns any budget off.
+        given = [n for n in ("tree_budget", "max_verify_rows", "min_tree") if n in self.model_fields_set]
+        given = [name for name in given if name != "tree_budget" or self.tree_budget]
         if self.budget == "cost" and given:
             name = "--" + given[0].replace("_", "-")
             raise ValueError(f"--budget cost goes by what it measures; drop {name}, or give --budget fixed")
         return self
-
-    def _fixed_sizes(self) -> list[str]:
-        """Settings of a fixed budget that were given; a tree budget of 0 turns any budget off."""
-        names = [n for n in ("tree_budget", "max_verify_rows", "min_tree") if n in self.model_fields_set]
-        return [name for name in names if name != "tree_budget" or self.tree_budget]
 
     def limits(self) -> SchedulerLimits:
         """The scheduler's numbers. Raises ConfigError for values that contradict each other."""
@@ -105,7 +101,7 @@ class GatewaySettings(Settings):
             max_queue_tokens=self.max_queue_tokens,
             priority_ageing=self.priority_ageing,
             max_running=self.max_running,
-            budget=("fixed" if self._fixed_sizes() else "cost") if self.budget == "auto" else self.budget,
+            budget=self.budget,
             cohorts=0 if self.cohorts == "auto" else int(self.cohorts),
             draft_timeout=self.draft_timeout,
             give_up=self.give_up,

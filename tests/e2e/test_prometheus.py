@@ -46,6 +46,7 @@ def stack(tiny_models: tuple[Path, Path]) -> Iterator[RunningStack]:
         "--dtype=float32",
         "--simulate-acceptance=3",
         "--metrics-vllm-aliases",
+        "--budget=cost",  # its panels need one that expects something
     ) as running:
         yield running
 

@@ -55,13 +55,13 @@ async def test_a_wrong_word_is_refused(surface: Surface) -> None:
 @pytest.mark.parametrize(
     ("given", "budget", "cohorts"),
     [
-        ({}, "cost", 0),
+        ({}, "fixed", 0),
         ({"budget": "fixed"}, "fixed", 0),
         ({"tree_budget": 8}, "fixed", 0),
         ({"max_verify_rows": 8, "cohorts": "2"}, "fixed", 2),
         ({"min_tree": 1, "budget": "fixed", "cohorts": "1"}, "fixed", 1),
         ({"budget": "cost"}, "cost", 0),
-        ({"tree_budget": 0}, "cost", 0),
+        ({"tree_budget": 0}, "fixed", 0),
         ({"tree_budget": 0, "budget": "cost"}, "cost", 0),
     ],
 )

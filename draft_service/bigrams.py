@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from specbridge.checkpoint import replacing
 from specbridge.errors import ConfigError
 
 FILE = "draft_bigrams.safetensors"
@@ -100,15 +101,14 @@ def write_bigrams(folder: Path, pairs: Pairs, notes: Mapping[str, str]) -> Path:
 
     vocab = len(pairs.totals)
     path = folder / FILE
-    part = path.with_name(path.name + ".part")
     arrays = {
         "bigram_rows": np.bincount(pairs.first, minlength=vocab).astype(np.uint16),
         "bigram_after": pairs.second.astype(np.uint16 if vocab <= 1 << 16 else np.uint32),
         "bigram_counts": _narrowed(pairs.counts),
         "bigram_totals": _narrowed(pairs.totals),
     }
-    part.write_bytes(save(arrays, metadata=dict(notes)))
-    part.replace(path)
+    with replacing(path) as partial:
+        partial.write_bytes(save(arrays, metadata=dict(notes)))
     return path
 
 

@@ -10,9 +10,10 @@ l: the served scores, log_softmax(z / T + g); z stands for z / T; p: the table; 
 said to somebody who knew u no better than the drafter, so that the correction vanishes where it is sure of u.
 b = 1, c = 0 is the tree without conditioning. All sums run over the WIDTH best tokens of a depth.
 
-Owns these scores and the growing of such trees: level by level with static shapes (for a GPU), and best first
-(for a CPU); both give the same list. Order of nodes: score descending, depth ascending, then the path of
-candidates' places. Does not own the candidates (kernels.marginals), nor the table (bigrams).
+Owns these scores and the growing of such trees: level by level with static shapes, as evaluation does it, and
+best first, one session at a time, which so far only tests run; both give the same list. Order of nodes: score
+descending, depth ascending, then the path of candidates' places. Does not own the candidates (kernels.topk),
+nor the table (bigrams).
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ class Conditioner:
 
     def __init__(self, bigrams: Bigrams, depths: int, rule: Conditioning = Conditioning()) -> None:
         self._bigrams = bigrams
-        self._noise = _by_depth(rule.noise, depths).view(-1, 1).to(bigrams.device)
-        self._pairs = _by_depth(rule.pairs, depths).view(-1, 1, 1).to(bigrams.device)
+        self._noise = by_depth(rule.noise, depths, device=bigrams.device).view(-1, 1)
+        self._pairs = by_depth(rule.pairs, depths, device=bigrams.device).view(-1, 1, 1)
 
     def transitions(self, log_probs: torch.Tensor, beliefs: torch.Tensor, ids: torch.Tensor) -> Transitions:
         """Scores of all steps between candidates.
@@ -174,6 +175,9 @@ def _possible(scores: torch.Tensor) -> torch.Tensor:
     return scores.nan_to_num(nan=-math.inf, neginf=-math.inf)
 
 
-def _by_depth(values: Sequence[float], depths: int) -> torch.Tensor:
-    """fp32 [depths], the last value repeated."""
-    return torch.tensor([*values[:depths], *[values[-1]] * (depths - len(values))])
+def by_depth(
+    values: Sequence[float], depths: int, *, device: torch.device, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """[depths], the last value repeated."""
+    row = [*values[:depths], *[values[-1]] * (depths - len(values))]
+    return torch.tensor(row, dtype=dtype, device=device)

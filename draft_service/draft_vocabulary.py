@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from draft_service.drafter_weights import DrafterWeights
+from specbridge.checkpoint import replacing
 from specbridge.errors import ConfigError
 
 FILE = "draft_vocabulary.safetensors"
@@ -63,10 +64,9 @@ def write_vocabulary(folder: Path, ranked: Sequence[int], notes: Mapping[str, st
     from safetensors.torch import save
 
     path = folder / FILE
-    part = path.with_name(path.name + ".part")
     ids = torch.tensor(list(ranked), dtype=torch.int32)
-    part.write_bytes(save({TENSOR: ids}, metadata=dict(notes)))
-    part.replace(path)
+    with replacing(path) as partial:
+        partial.write_bytes(save({TENSOR: ids}, metadata=dict(notes)))
     return path
 
 

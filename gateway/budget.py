@@ -39,8 +39,7 @@ class Candidate:
     max_depth   deepest tree that can still be used
     context     committed rows, for context-dependent cost curves
     sampled     whether its tokens are sampled (calibration differs from greedy)
-    behind      its last rows were held back from the draft: one round brings them before it can be drafted
-    for
+    behind      its last rows were held back from the draft: a round must bring them before it is drafted for
     """
 
     number: int
@@ -53,8 +52,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """The other cohort, whose round goes on at the same time: its tokens a round, its seconds of
-    verifying."""
+    """The other cohort, whose round goes on at the same time: its tokens and seconds of verifying a round."""
 
     tokens: float
     verify_s: float

@@ -1,8 +1,8 @@
 """Calibration: how often draft nodes of a score, depth and kind of sampling were accepted so far.
 
 Owns the counts and the value of a node that follows from them. A drafter's probabilities are those of tokens
-one by one; that a whole path is right they overstate, more so the deeper it is (design, algorithms 4.6). Does
-not own which nodes are verified (cost_budget). Pure: no clock, memory fades with the number of nodes seen.
+one by one; that a whole path is right they overstate, more so the deeper it is. Does not own which nodes
+are verified (cost_budget). Pure: no clock, memory fades with the number of nodes seen.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ _PROBABILITIES = (
 EDGES = tuple(-math.log(p) for p in _PROBABILITIES)
 """Bin i holds the scores in [-EDGES[i], -EDGES[i - 1]); the last one everything below."""
 BINS = len(EDGES) + 1
+_MEMORY = 2048.0
+"""Nodes of a class after which its counts are halved."""
 
 
 class Mode(StrEnum):
@@ -35,6 +37,10 @@ class Mode(StrEnum):
     GREEDY = "greedy"
     COUPLED = "coupled"
     """Sampled; the draft grew the tree with the noise that the target samples with."""
+
+    @classmethod
+    def of(cls, sampled: bool) -> Mode:
+        return cls.COUPLED if sampled else cls.GREEDY
 
 
 @dataclass(slots=True)
@@ -61,8 +67,7 @@ class _Count:
 
 @dataclass(frozen=True, slots=True)
 class CalibrationRow:
-    """One class of nodes, for people: scores in [low, high), natural log; `value` is the mean used for
-    them."""
+    """One class of nodes, for people: scores in [low, high), natural log; value: the mean used for them."""
 
     mode: Mode
     depth: int
@@ -91,10 +96,9 @@ class Calibration:
     posterior mean of a Poisson rate with a Gamma prior. With nothing observed it is exp(score).
     """
 
-    def __init__(self, *, weight: float = 4.0, group_weight: float = 16.0, memory: float = 2048.0) -> None:
+    def __init__(self, *, weight: float = 4.0, group_weight: float = 16.0) -> None:
         self._weight = weight
         self._group_weight = group_weight
-        self._memory = memory
         self._tables = {mode: _Table() for mode in Mode}
 
     def values(self, tree: DraftTree, mode: Mode, factor: float = 1.0) -> list[float]:
@@ -104,13 +108,10 @@ class Calibration:
         parent. factor: the session's own acceptance against what was expected of it.
         """
         ratios = self._ratios(mode)
-        depths: list[int] = []
         values: list[float] = []
         least = 1.0
         exp, find, edges = math.exp, bisect_left, EDGES
-        for parent, score in zip(tree.parents, tree.scores, strict=True):
-            depth = 1 if parent < 0 else depths[parent] + 1
-            depths.append(depth)
+        for depth, score in zip(tree.depths(), tree.scores, strict=True):
             value = (
                 exp(score) * ratios[depth if depth < MAX_DEPTH else MAX_DEPTH][find(edges, -score)] * factor
             )
@@ -123,14 +124,11 @@ class Calibration:
         """The outcome of a verified tree: indexes of the accepted nodes."""
         table = self._tables[mode]
         right = set(accepted)
-        depths: list[int] = []
-        for i, (parent, score) in enumerate(zip(tree.parents, tree.scores, strict=True)):
-            depth = 1 if parent < 0 else depths[parent] + 1
-            depths.append(depth)
+        for i, (depth, score) in enumerate(zip(tree.depths(), tree.scores, strict=True)):
             place = min(depth, MAX_DEPTH)
             promised, hit = math.exp(score), i in right
-            table.cells[place][bisect_left(EDGES, -score)].add(promised, hit, self._memory)
-            table.depths[place].add(promised, hit, 4 * self._memory)
+            table.cells[place][bisect_left(EDGES, -score)].add(promised, hit, _MEMORY)
+            table.depths[place].add(promised, hit, 4 * _MEMORY)
             table.changed.add(place)
 
     def seen(self, mode: Mode, depth: int, score: float) -> float:

@@ -60,8 +60,9 @@ class ChoiceRules:
     """promise: forecast gain of two cohorts over one that is worth a trial. keep: measured gain that keeps
     two.
 
-    trial counts sessions' rounds, settle and the intervals rounds; after a trial that failed the next one
-    waits twice as long, up to 64 times.
+    first: rounds before the first trial of a load, and between looks at a forecast that promises nothing;
+    interval: between trials, doubled by each that changes nothing, up to 64 times. trial counts sessions'
+    rounds; least_trial, and settle (after a change, before any counts), rounds.
     """
 
     promise: float = 1.05
@@ -92,8 +93,8 @@ class CohortChooser:
     decides. While two are kept, one is tried again from time to time.
     """
 
-    def __init__(self, rules: ChoiceRules | None = None) -> None:
-        self._rules = rules or ChoiceRules()
+    def __init__(self) -> None:
+        self._rules = ChoiceRules()
         self._choices: dict[int, _Choice] = {}
         self._rates = [_Rate(), _Rate()]
         self._since_change = 0

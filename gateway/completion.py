@@ -254,8 +254,7 @@ class CompletionService:
         model's length however it is tokenised: tokenising it first costs seconds and gigabytes.
         """
         info = self.scheduler.target_info
-        most = info.max_length * self.tokenizer.longest_token if info is not None else len(text)
-        if info is not None and len(text) > most:
+        if info is not None and len(text) > (most := info.max_length * self.tokenizer.longest_token):
             raise ContextLengthExceeded(
                 f"{name} has {len(text)} characters; the model's length of {info.max_length} tokens holds "
                 f"{most} at most; shorten it",

@@ -1,9 +1,9 @@
 """The budget by measured costs: what is drafted and verified is what brings the most tokens per second.
 
-Owns putting the parts together: values (calibration, forecast), costs (cost_curves), the search (pool) and
-the choice between drafting and plain decoding (steering), and what observed rounds correct of all that. The
-intent is docs/architecture.md's "budget". Pure: no I/O, no clock, no randomness; the simulator runs this very
-code.
+Owns putting the parts together: values (calibration, forecast), costs (cost_model), the search (pool) and
+the choice between drafting and plain decoding (steering), and what observed rounds correct of all that
+(accounts). The intent is docs/architecture.md's "Budget by cost". Pure: no I/O, no clock, no randomness; the
+tests' simulator runs this very code.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from gateway.forecast import Forecast
 from gateway.generation import RoundRecord
 from gateway.pool import best_cut, extended, gain_curve
 from gateway.report import BudgetReport, LoadReport
-from gateway.steering import Load, Steering, SteeringRules, load_class
+from gateway.steering import Load, Steering, load_class
 from specbridge.rounds import DraftInfo, TargetInfo
 from specbridge.tree import DraftTree
 
-MAX_ASKED = 64
-"""Most nodes asked of the draft for one tree, whatever the services allow."""
-ASKS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 28, 32, 40, 48, 64, 96, 128, 192, 256)
+ASKS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 28, 32, 40, 48, 64)
 """Sizes of trees asked for: few, since a draft made ahead of the question must still fit it."""
+MAX_ASKED = ASKS[-1]
+"""Most nodes asked of the draft for one tree, whatever the services allow."""
 REPLAN = 16
 """Rounds of a load that go by one forecast."""
 EXPLORE = 32
@@ -48,11 +48,10 @@ TRUSTED_ROUNDS = 8
 class CostBudget:
     """Implements gateway.budget.BudgetPolicy; see the module."""
 
-    def __init__(self, *, max_asked: int = MAX_ASKED, rules: SteeringRules | None = None) -> None:
+    def __init__(self) -> None:
         self.calibration = Calibration()
         self.forecast = Forecast()
-        self.steering = Steering(rules or SteeringRules())
-        self._max_asked = max_asked
+        self.steering = Steering()
         self.costs = CostModel()
         self._loads: dict[Load, LoadState] = {}
         self._drafting_rounds = 0
@@ -111,7 +110,7 @@ class CostBudget:
                 values.append([])
                 factors.append(1.0)
                 continue
-            mode = self._mode = Mode.COUPLED if candidate.sampled else Mode.GREEDY
+            mode = self._mode = Mode.of(candidate.sampled)
             factor = self.forecast.factor(candidate.number)
             line = self.calibration.values(tree, mode, factor)
             if (place + self._drafting_rounds) % count < JUDGED:
@@ -217,8 +216,8 @@ class CostBudget:
         """The best drafting round, looked for anew every REPLAN rounds: what it costs at many sessions must
         not be paid whenever one of them comes or goes.
         """
-        known = state.best is not None and load_class(state.able) == load_class(len(able))
-        if state.best is not None and known and state.fresh > 0:
+        same = load_class(state.able) == load_class(len(able))
+        if state.best is not None and same and state.fresh > 0:
             state.fresh -= 1
             return state.best
         state.best = self._search(candidates, able, beside)
@@ -236,8 +235,7 @@ class CostBudget:
         kinds = []
         for place in order:
             c = candidates[able[place]]
-            mode = Mode.COUPLED if c.sampled else Mode.GREEDY
-            kinds.append((mode, self.forecast.factor(c.number), min(c.max_nodes, reach)))
+            kinds.append((Mode.of(c.sampled), self.forecast.factor(c.number), min(c.max_nodes, reach)))
         extra = beside.tokens if beside is not None else 0.0
         plain = (count + extra) / self.costs.plain(count, beside).seconds
         best: Best | None = None
@@ -301,18 +299,16 @@ class CostBudget:
                 (numbers[place] for place in order[best.drafted :]),
             )
         # A little more than is likely to pay: so it shows when more would.
-        wanted = min(best.size + best.size // 8 + 1, self._max_asked)
-        size = next((n for n in ASKS if n >= wanted), ASKS[-1])
-        nodes = tuple(
-            min(size, c.max_nodes, self._max_asked) if i in chosen else 0 for i, c in enumerate(candidates)
-        )
+        wanted = best.size + best.size // 8 + 1
+        size = next((n for n in ASKS if n >= wanted), MAX_ASKED)
+        nodes = tuple(min(size, c.max_nodes) if i in chosen else 0 for i, c in enumerate(candidates))
         waiting = {i for i in able if i not in chosen}
         hold = tuple(i in waiting for i in range(len(candidates)))
         return Plan(nodes, hold=hold, probe=probe, beside=beside)
 
     def _reach(self, sessions: int) -> int:
         """Nodes of a session's tree worth thinking about: at high load few are ever paid for."""
-        return min(self._max_asked, max(4, 1024 // max(1, sessions)))
+        return min(MAX_ASKED, max(4, 1024 // max(1, sessions)))
 
     # ---- learning ---------------------------------------------------------------------------
 
@@ -323,8 +319,7 @@ class CostBudget:
                 continue
             self.forecast.verified(outcome.number, worth, len(outcome.accepted))
             if (place + self._drafting_rounds) % len(outcomes) < JUDGED:
-                mode = Mode.COUPLED if outcome.sampled else Mode.GREEDY
-                self.calibration.observe(outcome.tree, outcome.accepted, mode)
+                self.calibration.observe(outcome.tree, outcome.accepted, Mode.of(outcome.sampled))
 
     # ---- for people -------------------------------------------------------------------------
 

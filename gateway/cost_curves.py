@@ -18,6 +18,8 @@ FINE_SIZES = 64
 """Sizes up to this are told apart one by one, larger ones in classes about 6% wide."""
 _FULL_AT = 3
 """From so many observations on a size goes by its own."""
+_WINDOW, _OVERALL_WINDOW = 15, 63
+"""Observations that a size's median is over, and that of all sizes together."""
 _SHIFT = 0.03
 """A median that moved by less than this leaves the tables made with it as they are."""
 
@@ -117,27 +119,25 @@ class CostCurve:
     nearest sizes that have (weights fall by half with each doubling of the distance, seen as a ratio).
     """
 
-    def __init__(self, points: Sequence[Point], *, window: int = 15) -> None:
+    def __init__(self, points: Sequence[Point]) -> None:
         """Raises ValueError without any point."""
         if not points:
             raise ValueError("a cost curve needs at least one point")
         self._grid = MeasuredGrid(points)
-        self._window = window
         self._seen: dict[tuple[int, int], RunningMedian] = {}
-        self._overall = RunningMedian(63)
+        self._overall = RunningMedian(_OVERALL_WINDOW)
         self._factors: dict[tuple[int, int], float] = {}
         self._tables: dict[tuple[int, int], list[float]] = {}
 
     def observe(self, size: int, context: int, seconds: float) -> None:
         """What a round took. A measurement that can't be is left out."""
-        expected = self._grid.seconds(size, context)
         if not 0.0 < seconds < math.inf or size <= 0:
             return
-        ratio = min(max(seconds / expected, 0.02), 50.0)
+        ratio = min(max(seconds / self._grid.seconds(size, context), 0.02), 50.0)
         key = (size_class(size), _octave(context))
         seen = self._seen.get(key)
         if seen is None:
-            seen = self._seen[key] = RunningMedian(self._window)
+            seen = self._seen[key] = RunningMedian(_WINDOW)
         seen.add(ratio)
         self._overall.add(ratio)
         before = self._factors.get(key)
@@ -174,11 +174,8 @@ class CostCurve:
         return [Point(size, context, self.seconds(size, context)) for size in sizes]
 
     @property
-    def measured_contexts(self) -> tuple[int, ...]:
-        return tuple(self._grid._contexts)
-
-    @property
     def measured_sizes(self) -> tuple[int, ...]:
+        """Of the shortest context."""
         return tuple(self._grid._sizes[0])
 
     def _own(self, key: tuple[int, int]) -> float:

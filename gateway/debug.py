@@ -1,6 +1,7 @@
 """GET /v1/specbridge/budget: what the budget knows and has decided of late, as JSON.
 
-Owns the payload. Fields may be added to it, none goes. Does not own the numbers (report and who fills it).
+Owns the payload, of which the types of report are parts as they stand. Does not own the numbers (report and
+who fills it).
 """
 
 from __future__ import annotations
@@ -12,15 +13,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 
 from gateway.calibration import CalibrationRow
-from gateway.report import GatewayReport, LoadReport
-
-
-class CohortsPayload(BaseModel):
-    """allowed: "auto", "1" or "2"."""
-
-    allowed: str
-    in_use: int
-    reason: str
+from gateway.report import CohortReport, Decision, GatewayReport, LoadReport
 
 
 class CalibrationPayload(BaseModel):
@@ -37,38 +30,6 @@ class CalibrationPayload(BaseModel):
     value: float
 
 
-class LoadPayload(BaseModel):
-    """A number of sessions in a round. gain: tokens a second of drafting over plain decoding, as believed."""
-
-    sessions: int
-    cohorts: int
-    drafting: bool
-    gain: float | None
-    plain_tokens_per_s: float | None
-    drafting_tokens_per_s: float | None
-    next_probe_rounds: int
-
-
-class DecisionPayload(BaseModel):
-    """One round. time: unix seconds at its end. expected_*: None where the policy expected nothing.
-
-    asked, nodes: nodes asked of the draft, and verified. skipped: why the draft was not asked. probe:
-    "plain", "draft" or "explore" for a round that was run to learn.
-    """
-
-    time: float
-    cohort: int
-    sessions: int
-    asked: int
-    nodes: int
-    expected_tokens: float | None
-    tokens: int
-    expected_ms: float | None
-    observed_ms: float
-    skipped: str
-    probe: str
-
-
 class BudgetPayload(BaseModel):
     """Curves: [rows or sessions, context, ms], as expected now.
 
@@ -77,15 +38,15 @@ class BudgetPayload(BaseModel):
     """
 
     policy: str
-    cohorts: CohortsPayload
+    cohorts: CohortReport
     sessions: int
     verify_curve: list[tuple[int, int, float]]
     draft_curve: list[tuple[int, int, float]]
     overhead_ms: float | None
     calibration: list[CalibrationPayload]
-    concurrency: list[LoadPayload]
+    concurrency: list[LoadReport]
     marginal_gain: list[tuple[int, float, float, float]]
-    decisions: list[DecisionPayload]
+    decisions: list[Decision]
 
 
 def budget_payload(report: GatewayReport) -> BudgetPayload:
@@ -93,20 +54,15 @@ def budget_payload(report: GatewayReport) -> BudgetPayload:
     budget = report.budget
     return BudgetPayload(
         policy=budget.policy,
-        cohorts=CohortsPayload(
-            allowed=report.cohorts.allowed, in_use=report.cohorts.in_use, reason=report.cohorts.reason
-        ),
+        cohorts=report.cohorts,
         sessions=report.sessions,
         verify_curve=list(budget.verify_curve),
         draft_curve=list(budget.draft_curve),
         overhead_ms=budget.overhead_ms,
         calibration=[_calibration(row) for row in budget.calibration],
-        concurrency=[_load(load) for load in budget.loads],
+        concurrency=list(budget.loads),
         marginal_gain=[(n, tokens, ms, 1e3 * tokens / ms) for n, tokens, ms in budget.gain],
-        decisions=[
-            DecisionPayload(**{name: getattr(one, name) for name in DecisionPayload.model_fields})
-            for one in report.decisions
-        ],
+        decisions=list(report.decisions),
     )
 
 
@@ -126,7 +82,3 @@ def _calibration(row: CalibrationRow) -> CalibrationPayload:
         accepted=row.accepted,
         value=row.value,
     )
-
-
-def _load(load: LoadReport) -> LoadPayload:
-    return LoadPayload(**{name: getattr(load, name) for name in LoadPayload.model_fields})

@@ -36,7 +36,7 @@ class GenerationRequest:
                      it replaces `sampling.seed`, which must stay 0
     stop             `max_tokens` is resolved: prompt + max_tokens must fit the model
     max_tree_nodes   this request's cap on a tree; None: the gateway's
-    deadline_s       seconds from generate() until the request fails with Unavailable; None: none
+    deadline_s       seconds from generate() until the request fails with DeadlineExceeded; None: none
     priority         lower is admitted first and preempted last
     tenant           whom it is for: tenants that wait share what there is by tokens
     hold_back        the reader may take tokens back (a stop string that spans events): they count as

@@ -33,6 +33,7 @@ class SchedulerLimits:
     reopen_backoff     first wait before a session is opened again at the target; doubles up to
                        reopen_backoff_max
     draft_reopens_per_s  running sessions re-opened at the draft a second (each costs a re-capture)
+    connect_timeout    wait for such a draft's answer to that
     recheck            pause before a draft that does not fit the target is asked again who it is
     draft_reopen_min_tokens  not re-opened at the draft with fewer tokens left than this
     """

@@ -34,7 +34,7 @@ _LENGTH_BUCKETS = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 10.0, 12.0, 16.0, 24.
 _RATE_BUCKETS = tuple(step / 20 for step in range(1, 21))
 _SIZE_BUCKETS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0)
 _METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS"})
-_SKIPPED = tuple(dict.fromkeys(("budget", "draft_down", "draft_busy", "no_context", *FALLBACK_CAUSES)))
+_SKIPPED = ("budget", *FALLBACK_CAUSES)
 
 
 class GatewayMetrics:

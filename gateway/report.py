@@ -1,13 +1,14 @@
-"""What the gateway tells of its budget decisions: plain data for GET /v1/specbridge/budget and for metrics.
+"""What the gateway tells of its budget decisions: plain data for GET /v1/specbridge/budget.
 
-Owns the types and the ring of the latest decisions. Does not own the deciding (cost_budget, cohorts) nor the
+Owns the types and the ring of the latest decisions. Decision, LoadReport and CohortReport are answered as
+they stand: fields may be added to them, none goes. Does not own the deciding (cost_budget, cohorts) nor the
 route (debug). Pure.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from gateway.calibration import CalibrationRow
 
@@ -16,7 +17,11 @@ KEPT_DECISIONS = 256
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One round. time: unix seconds at its end; expected_*: None where the policy expects nothing."""
+    """One round. time: unix seconds at its end. expected_*: None where the policy expected nothing.
+
+    asked, nodes: nodes asked of the draft, and verified. skipped: why the draft was not asked. probe:
+    "plain", "draft" or "explore" for a round that was run to learn.
+    """
 
     time: float
     cohort: int
@@ -70,8 +75,8 @@ class CohortReport:
 class DecisionLog:
     """The latest decisions, oldest first."""
 
-    def __init__(self, size: int = KEPT_DECISIONS) -> None:
-        self._ring: deque[Decision] = deque(maxlen=size)
+    def __init__(self) -> None:
+        self._ring: deque[Decision] = deque(maxlen=KEPT_DECISIONS)
 
     def add(self, decision: Decision) -> None:
         self._ring.append(decision)
@@ -87,4 +92,4 @@ class GatewayReport:
     budget: BudgetReport
     cohorts: CohortReport
     sessions: int
-    decisions: tuple[Decision, ...] = field(default=())
+    decisions: tuple[Decision, ...] = ()

@@ -1,8 +1,8 @@
 """Scheduler: takes requests in and sees them to their end.
 
-Owns the queue, the running set (in cohorts), what the services say about sessions, and every session's one
-release. Opening is opening.py's, rounds are rounds.py's, one session's state is session.py's. Everything runs
-on one event loop: no locks.
+Owns which sessions there are, what the services say about them, and every session's one release. Who gets a
+place is admission.py's, opening is opening.py's, rounds are rounds.py's, who is in which cohort cohorts.py's,
+one session's state session.py's. Everything runs on one event loop: no locks.
 """
 
 from __future__ import annotations

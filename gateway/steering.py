@@ -46,8 +46,7 @@ class SteeringRules:
                  the last one
     burst        drafting rounds of a probe from plain decoding: the first ones pay for rows held back
     patience     rounds that a load must want drafting before sessions whose rows are held back catch up: a
-    gap
-                 between two requests is no change of load
+                 gap between two requests is no change of load
     loss         share of the throughput that probes may cost
     first        rounds between the first plain rounds of a load that begins with drafting: until there are a
                  few, what they take is hearsay

@@ -19,8 +19,8 @@ _COPIES = {"cpu": 3, "cuda": 20}
 def copy_rate(device: torch.device | str, *, block_bytes: int | None = None) -> int:
     """Bytes read plus bytes written a second of a copy within a device's memory, by torch's threads.
 
-    block_bytes: what is copied at a time. The median of a few copies; the first, which pays for pages that
-    the system hands out, is left out. 0 if there is no room for two such blocks.
+    block_bytes: what is copied at a time. The median of a few copies, on a GPU the mean of more; the first,
+    which pays for pages that the system hands out, is left out. 0 if there is no room for two such blocks.
     """
     device = torch.device(device)
     size = block_bytes or BLOCK_BYTES.get(device.type, BLOCK_BYTES["cpu"])

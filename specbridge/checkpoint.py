@@ -1,8 +1,9 @@
 """Reading a model folder: config.json and the safetensors index over one or many shards.
 
 Owns: finding tensors by name, whole or a slice of one dimension (so that a tensor-parallel rank reads only
-its part), and a fingerprint of the weights. Does not own: what the names mean, dtype conversion, or getting
-the folder onto this machine (specbridge.models). torch is imported only when a tensor is read.
+its part), a fingerprint of the weights, and putting a file of such a folder in place whole. Does not own:
+what the names mean, dtype conversion, or getting the folder onto this machine (specbridge.models). torch is
+imported only when a tensor is read.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -235,3 +238,11 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{path} holds {type(value).__name__}, not a JSON object")
     return value
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Where to write what then stands at `path`: whole, or, if the block does not end well, not at all."""
+    partial = path.with_name(path.name + ".partial")
+    yield partial
+    partial.replace(path)

@@ -1,4 +1,4 @@
-"""`specbridge train`: data → fit → eval, which make a drafter for a target, and head.
+"""`specbridge train`: data → fit → eval, which make a drafter for a target; head and bigrams add files to it.
 
 Owns choosing the command and its process's threads. Does not own the commands (train_data, train_eval,
 train_head; fitting is draft_service.training's).

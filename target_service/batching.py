@@ -102,6 +102,10 @@ class StepPlan:
         return bool(self.verifies or self.prefills or self.recaptures)
 
     @property
+    def verify_rows(self) -> int:
+        return sum(len(item.verify.tree) + 1 for item in self.verifies)
+
+    @property
     def captures(self) -> bool:
         """Whether the pass writes to the ring."""
         chains = (*self.prefills, *self.recaptures)

@@ -207,7 +207,7 @@ class Planner:
 
     def _chunk_limit(self, plan: StepPlan, context: int) -> int:
         """Prompt rows (or rows run again) that the streams put up with in this pass."""
-        rows = sum(len(item.verify.tree) + 1 for item in plan.verifies)
+        rows = plan.verify_rows
         waited = 0
         if plan.verifies:
             waited = time.perf_counter_ns() - min(item.batch.received for item in plan.verifies)
@@ -225,12 +225,11 @@ class Planner:
 
     def ran(self, plan: StepPlan, seconds: float) -> None:
         """The pass of `plan` took so long; chunks to come follow from it."""
-        rows = sum(len(item.verify.tree) + 1 for item in plan.verifies)
         chains = [*plan.prefills, *plan.recaptures]
         if plan.verifies or any(chunk.final for chunk in plan.prefills):
             self._latest_token = time.monotonic()
         self._chunks.observe(
-            verify_rows=rows,
+            verify_rows=plan.verify_rows,
             rows=sum(chunk.count for chunk in chains),
             context=max((chunk.first for chunk in chains), default=0),
             seconds=seconds,

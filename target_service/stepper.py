@@ -102,7 +102,7 @@ class Stepper:
         self._metrics.context_rows.inc(output.context_rows)
         self._metrics.context_rows_read.inc(output.context_rows_read)
         self._metrics.context_rows_copied.inc(output.context_rows_copied)
-        self._metrics.verify_rows.inc(sum(len(item.verify.tree) + 1 for item in plan.verifies))
+        self._metrics.verify_rows.inc(plan.verify_rows)
         for item, result in zip(plan.verifies, results, strict=True):
             if result is not None:
                 self._book.finish_item(item, result)

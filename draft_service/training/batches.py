@@ -133,7 +133,6 @@ def pack(lengths: np.ndarray, row_tokens: int, rng: np.random.Generator) -> list
         window = window[np.argsort(-lengths[window], kind="stable")]
         # Open rows by the room they have left: the tightest that fits takes the next one.
         open_rows: list[list[int]] = []
-        room = np.zeros(len(window), np.int64)
         by_room: dict[int, list[int]] = {}
         for index in window.tolist():
             length = int(lengths[index])
@@ -144,9 +143,9 @@ def pack(lengths: np.ndarray, row_tokens: int, rng: np.random.Generator) -> list
             else:
                 row = by_room[space].pop()
             open_rows[row].append(index)
-            room[row] = space - length
-            if len(open_rows[row]) < MAX_DOCUMENTS and room[row]:
-                by_room.setdefault(int(room[row]), []).append(row)
+            room = space - length
+            if len(open_rows[row]) < MAX_DOCUMENTS and room:
+                by_room.setdefault(room, []).append(row)
         rows += [[open_rows[i][j] for j in rng.permutation(len(open_rows[i]))] for i in range(len(open_rows))]
     return [rows[i] for i in rng.permutation(len(rows))]
 

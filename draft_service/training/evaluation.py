@@ -168,11 +168,6 @@ class Replay:
             for key, found in parts.items()
         }
 
-    def marginals(self, text: HeldOut, features: torch.Tensor, anchors: Sequence[int]) -> torch.Tensor:
-        """fp32 [anchors, horizon, vocab]: the drafter's logits at these positions of the text."""
-        self._append(features[: len(text.tokens) - 1])
-        return self._logits(text.tokens, anchors)
-
     def _steps(self, scores: torch.Tensor, beliefs: torch.Tensor, rule: Conditioning) -> Transitions:
         if self._bigrams is None:
             raise ConfigError(f"the drafter has no {BIGRAMS_FILE}, make it with `specbridge train bigrams`")

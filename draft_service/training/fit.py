@@ -8,11 +8,11 @@ and resuming. Does not own a step (trainer) nor the files of a run (run_folder).
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import math
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -170,7 +170,7 @@ class _Run:
         log.info("%d steps of %d tokens and %d blocks", total, reporter.tokens, reporter.blocks)
         found: Estimate | None = None
         loss = 0.0
-        source = Prefetch(self._step_batches, _count_from(step))
+        source = Prefetch(self._step_batches, itertools.count(step))
         begun = time.perf_counter() - before
         reporter.begin(step, total, before)
         try:
@@ -236,13 +236,6 @@ class _Run:
             self._folder.save_state(
                 self._state(), {"step": step, "seconds": seconds, "recipe": self._facts()}
             )
-
-
-def _count_from(first: int) -> Iterator[int]:
-    step = first
-    while True:
-        yield step
-        step += 1
 
 
 def _device(name: str, local: int) -> torch.device:

@@ -31,8 +31,7 @@ def rank_tokens(data: Shards, size: int) -> Ranked:
     vocab = data.manifest.vocab_size
     if not 1 <= size <= vocab:
         raise ConfigError(f"--size {size} is not between 1 and the target's {vocab} tokens")
-    owner = np.repeat(np.arange(len(data)), data.lengths)
-    answered = np.arange(len(data.tokens)) - data.starts[owner] >= data.prompt_lengths[owner]
+    owner, answered = data.owners()
     held = owner % _HELD_OUT == _HELD_OUT - 1
     counted = np.bincount(data.tokens[answered & ~held], minlength=vocab)
     held_out = np.bincount(data.tokens[answered & held], minlength=vocab)

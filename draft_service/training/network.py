@@ -22,7 +22,7 @@ from draft_service.drafter_weights import load_weights
 from draft_service.training.attention import Visibility, block_attention
 from draft_service.training.frozen_target import FrozenTarget, TargetShape
 from kernels.rotary import apply_rotary
-from specbridge.checkpoint import Checkpoint
+from specbridge.checkpoint import Checkpoint, replacing
 from specbridge.errors import ConfigError
 
 INITIAL_STD = 0.02
@@ -286,8 +286,7 @@ class Network:
         from safetensors.torch import save_file
 
         folder.mkdir(parents=True, exist_ok=True)
-        partial = folder / "model.safetensors.partial"
-        save_file(self.tensors(dtype), partial, metadata={"format": "pt"})
-        partial.replace(folder / "model.safetensors")
+        with replacing(folder / "model.safetensors") as partial:
+            save_file(self.tensors(dtype), partial, metadata={"format": "pt"})
         text = json.dumps(self.shape.config(str(dtype).removeprefix("torch.")), indent=1)
         (folder / "config.json").write_text(text + "\n", encoding="utf-8")

@@ -19,8 +19,7 @@ def count_pairs(data: Shards, most: int) -> Pairs:
     """
     vocab = data.manifest.vocab_size
     tokens = data.tokens.astype(np.int64)
-    owner = np.repeat(np.arange(len(data)), data.lengths)
-    answered = np.arange(len(tokens)) - data.starts[owner] >= data.prompt_lengths[owner]
+    owner, answered = data.owners()
     inside = answered[1:] & (owner[1:] == owner[:-1])
     first, second = tokens[:-1][inside], tokens[1:][inside]
     keys, counts = np.unique(first * vocab + second, return_counts=True)

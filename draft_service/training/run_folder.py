@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from specbridge.checkpoint import replacing
 from specbridge.errors import ConfigError
 
 
@@ -52,10 +53,9 @@ class RunFolder:
         """facts: JSON beside the tensors, in the same file, so that they can't part."""
         from safetensors.torch import save_file
 
-        partial = self.state_file.with_name(self.state_file.name + ".partial")
         flat = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}
-        save_file(flat, partial, metadata={"facts": json.dumps(facts)})
-        partial.replace(self.state_file)
+        with replacing(self.state_file) as partial:
+            save_file(flat, partial, metadata={"facts": json.dumps(facts)})
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], recipe: Mapping[str, Any]) -> dict[str, Any]:
         """Copy the state into `tensors`; returns its facts. Raises ConfigError unless the recipe is equal."""

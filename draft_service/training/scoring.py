@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from draft_service.conditional_tree import Conditioning
+from draft_service.conditional_tree import Conditioning, by_depth
 from specbridge.errors import ConfigError
 from specbridge.rounds import GREEDY_BELOW
 
@@ -107,7 +107,4 @@ def parse_rule(text: str) -> ScoringRule:
 
 
 def _by_depth(values: Sequence[float], logits: torch.Tensor) -> torch.Tensor:
-    """[depths, 1], the last value repeated."""
-    depths = logits.shape[1]
-    row = [*values[:depths], *[values[-1]] * (depths - len(values))]
-    return torch.tensor(row, dtype=logits.dtype, device=logits.device).unsqueeze(1)
+    return by_depth(values, logits.shape[1], device=logits.device, dtype=logits.dtype).unsqueeze(1)

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from specbridge.checkpoint import read_json
+from specbridge.checkpoint import read_json, replacing
 from specbridge.errors import ConfigError
 
 FORMAT = "specbridge-train-data"
@@ -208,6 +208,11 @@ class Shards:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    def owners(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of every token: whose it is, int64, and whether it is an answer's and not a prompt's, bool."""
+        owner = np.repeat(np.arange(len(self)), self.lengths)
+        return owner, np.arange(len(self.tokens)) - self.starts[owner] >= self.prompt_lengths[owner]
+
     def get(self, index: int) -> Response:
         start = self.starts[index]
         return Response(
@@ -255,9 +260,7 @@ def _load(path: Path) -> dict[str, np.ndarray]:
 
 def _replace(path: Path, content: bytes) -> None:
     """The file appears whole, or what was there stays, whenever the process or the machine stops."""
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
+    with replacing(path) as partial, partial.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    partial.replace(path)

@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON instead of text")
     parser.add_argument("--html", metavar="FILE", help="write it as one HTML page, too")
-    parser.add_argument("--svg", metavar="FILE", help="write its two main charts as one SVG picture, too")
+    parser.add_argument("--svg", metavar="FILE", help="write its main charts as one SVG picture, too")
     parser.add_argument(
         "--from",
         dest="from_file",

@@ -11,17 +11,10 @@ QUESTIONS = {
     "round": "Where does a round's time go?",
     "ranks": "Would more tensor-parallel ranks help?",
 }
-_STAGES = {
-    "draft": "draft",
-    "channel_wait": "channel wait",
-    "verify": "verify",
-    "rpc": "RPC",
-    "gateway": "gateway",
-}
 
 
 def stage_name(stage: str) -> str:
-    return _STAGES.get(stage, stage.replace("_", " "))
+    return "RPC" if stage == "rpc" else stage.replace("_", " ")
 
 
 def millis(seconds: float) -> str:

@@ -7,9 +7,11 @@ sessions, pages and slots. In the end the load stops, and sessions, pages in use
 
     python -m benchmarks.soak --minutes 3
     python -m benchmarks.soak --minutes 30 --streams 32 --flags kv_tokens=8192
+    python -m benchmarks.soak --minutes 60 --streams 2 --pause 2 --prometheus prometheus
 
 Memory grows while caches fill and libraries warm up: the slope is taken over the second half. Exit code 1 if
-anything is left, or a process's memory grows by more than `--allow` MiB an hour.
+anything is left, or a process's memory grows by more than `--allow` MiB an hour, or, with --prometheus (the
+program), if one of the shipped alerts fired.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +35,7 @@ import httpx
 import psutil
 
 from benchmarks import common
+from benchmarks.watching import alerts, watching
 
 SERVICES = ("target", "draft", "gateway")
 # What must be back at zero when nobody asks for anything: service, metric.
@@ -76,6 +80,11 @@ class Watched:
         self._client = httpx.Client(timeout=30.0)
 
     @property
+    def endpoints(self) -> dict[str, str]:
+        """URL of each service's /metrics."""
+        return {name: str(self._state["endpoints"][f"{name} metrics"]) for name in self.services}
+
+    @property
     def services(self) -> list[str]:
         return [name for name in SERVICES if name in self._state["pids"]]
 
@@ -84,7 +93,7 @@ class Watched:
         found: dict[str, float] = {}
         for service in self.services:
             names = [name for owner, name in wanted if owner == service]
-            text = self._client.get(str(self._state["endpoints"][f"{service} metrics"])).text
+            text = self._client.get(self.endpoints[service]).text
             for name in names:
                 lines = re.findall(rf"^{name}(?:\{{.*\}})? (\S+)$", text, re.MULTILINE)
                 found[name.removeprefix("specbridge_")] = sum(map(float, lines))
@@ -112,8 +121,11 @@ class Watched:
 class Client:
     """One client's endless stream of requests. outcomes: how they ended."""
 
-    def __init__(self, url: str, number: int, prompts: Sequence[str], outcomes: Counter[str]) -> None:
+    def __init__(
+        self, url: str, number: int, prompts: Sequence[str], outcomes: Counter[str], pause: float
+    ) -> None:
         self._rng = random.Random(number)
+        self._pause = pause
         self._prompts = prompts
         self._outcomes = outcomes
         self._history: list[dict[str, str]] = []
@@ -128,6 +140,8 @@ class Client:
                 self._outcomes[kind] += 1
                 if kind == "refused":
                     await asyncio.sleep(1.0)
+                if self._pause:
+                    await asyncio.sleep(self._rng.expovariate(1 / self._pause))
 
     async def _one(self) -> str:
         rng = self._rng
@@ -199,7 +213,10 @@ async def load(url: str, samples: Samples, watched: Watched, args: Any, outcomes
     prompts = common.load_prompts(common.SETS, 60)
     begin = time.monotonic()
     until = begin + 60 * args.minutes
-    clients = [asyncio.create_task(Client(url, n, prompts, outcomes).run(until)) for n in range(args.streams)]
+    clients = [
+        asyncio.create_task(Client(url, n, prompts, outcomes, args.pause).run(until))
+        for n in range(args.streams)
+    ]
     while any(not client.done() for client in clients):
         await asyncio.wait(clients, timeout=args.every)
         samples.add(time.monotonic() - begin, await asyncio.to_thread(watched.sample))
@@ -212,6 +229,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--streams", type=int, default=8, help="clients at once")
     parser.add_argument("--every", type=float, default=5.0, help="seconds between samples")
+    parser.add_argument("--pause", type=float, default=0.0, help="mean seconds between a client's requests")
+    parser.add_argument("--prometheus", default="", help="its program, to run beside with the shipped rules")
     parser.add_argument("--allow", type=float, default=60.0, help="MiB an hour that a process may grow")
     parser.add_argument("--flags", nargs="*", default=[], help="flags of the stack, e.g. kv_tokens=4096")
     args = parser.parse_args()
@@ -223,10 +242,18 @@ def main() -> None:
     with (
         tempfile.TemporaryDirectory(prefix="sb-") as folder,
         common.serve(f"--run-dir={folder}", *flags) as stack,
+        ExitStack() as beside,
     ):
         watched = Watched(Path(folder))
+        fired: dict[str, float] | None = None
+        if args.prometheus:
+            data = Path(beside.enter_context(tempfile.TemporaryDirectory(prefix="sb-")))
+            prometheus = beside.enter_context(watching(args.prometheus, watched.endpoints, data))
+            print(f"Prometheus: {prometheus}", flush=True)
         start = watched.sample()
         asyncio.run(load(stack.url, samples, watched, args, outcomes))
+        if args.prometheus:
+            fired = alerts(prometheus, args.minutes + 1)
         left = watched.idle()
         end = watched.sample()
         events = watched.metrics(EVENTS)
@@ -239,10 +266,13 @@ def main() -> None:
             grown.append(f"{name[:-4]} grows by {growth:.0f} MiB an hour")
     header = ("what", "before", "median", "most", "idle again", "growth an hour")
     found = {**dict(outcomes), **events}
-    common.report("soak", header, rows, args.out, outcomes=found, left=left, synthetic=what)
+    common.report("soak", header, rows, args.out, outcomes=found, left=left, alerts=fired, synthetic=what)
     print("requests: " + ", ".join(f"{count:g} {name}" for name, count in sorted(found.items())))
     bad = [name for name in outcomes if name.startswith(("status", "broken"))]
+    if fired is not None:
+        print("alerts that fired: " + (", ".join(sorted(fired)) or "none"))
     problems = [*grown, *(f"{value:g} {name} left" for name, value in left.items()), *bad]
+    problems += [f"alert {name}" for name in fired or ()]
     if problems:
         sys.exit("; ".join(problems))
 

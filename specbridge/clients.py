@@ -6,8 +6,9 @@ Owns the conversion between protobuf and the dataclasses below. Does not own pri
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -163,20 +164,44 @@ async def is_serving(address: str, *, timeout_s: float = CHECK_TIMEOUT_S) -> boo
         return await health.check(timeout_s) is Health.SERVING
 
 
-async def wait_attached(address: str, *, limit_s: float, interval_s: float = 0.1) -> bool:
-    """Return once the draft at `address` receives hidden states (true), or after `limit_s` s (false)."""
-    async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
+Joined = Callable[[str, float], Awaitable[bool]]
+"""(address, limit_s): waits until the service at `address` works with another; false after `limit_s` s."""
+
+
+async def wait_attached(address: str, limit_s: float) -> bool:
+    """Joined, of a draft: it receives the target's hidden states."""
+
+    async def attached(channel: grpc.aio.Channel) -> bool:
         stub: Any = draft_pb2_grpc.DraftStub(channel)
+        return bool((await stub.GetInfo(common_pb2.InfoRequest(), timeout=CHECK_TIMEOUT_S)).attached)
+
+    return await _wait_until(attached, address, limit_s)
+
+
+async def wait_drafting(address: str, limit_s: float) -> bool:
+    """Joined, of a gateway: it has met its draft, and requests are drafted for."""
+
+    async def met(channel: grpc.aio.Channel) -> bool:
+        stub: Any = gateway_pb2_grpc.GenerationStub(channel)
+        return bool((await stub.GetModel(common_pb2.InfoRequest(), timeout=CHECK_TIMEOUT_S)).drafter_id)
+
+    return await _wait_until(met, address, limit_s)
+
+
+async def _wait_until(
+    asked: Callable[[grpc.aio.Channel], Awaitable[bool]],
+    address: str,
+    limit_s: float,
+    interval_s: float = 0.1,
+) -> bool:
+    async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
         try:
             async with asyncio.timeout(limit_s):
                 while True:
-                    try:
-                        info = await stub.GetInfo(common_pb2.InfoRequest(), timeout=CHECK_TIMEOUT_S)
-                    except grpc.aio.AioRpcError:
-                        info = None
-                    if info is not None and info.attached:
-                        return True
-                    await asyncio.sleep(interval_s)
+                    with contextlib.suppress(grpc.aio.AioRpcError):
+                        if await asked(channel):
+                            return True
+                    await asyncio.sleep(0.1)
         except TimeoutError:
             return False
 

@@ -24,6 +24,7 @@ from pydantic_settings import SettingsConfigDict
 
 from specbridge import models, room, stack
 from specbridge.acceptance_model import label as acceptance_label
+from specbridge.clients import Joined, wait_attached, wait_drafting
 from specbridge.errors import ConfigError
 from specbridge.flags import arguments, flag, is_switch, metavar
 from specbridge.server import first_of, until_signal
@@ -296,14 +297,25 @@ def _service(name: str, values: dict[str, Any], address: str, own: Settings) -> 
     wanted = int(getattr(own, "threads", 1))  # the gateway computes nothing: one thread
     ranks = int(getattr(own, "tp", 1))
     environment = stack.service_environment(wanted, ranks, _option_variables(), **env)
+    follows, joined = _partner(name, values)
     return stack.Service(
         name,
         stack.service_command(name, flags),
         address,
         environment,
-        follows="target" if name == "draft" else "",
+        follows=follows,
+        joined=joined,
         mirrors_others=name == "gateway",
     )
+
+
+def _partner(name: str, values: Mapping[str, Any]) -> tuple[str, Joined | None]:
+    """Whom a service must have met for requests to be drafted for, and how to wait for that."""
+    if name == "draft":
+        return "target", wait_attached
+    if name == "gateway" and values["draft_address"]:
+        return "draft", wait_drafting
+    return "", None
 
 
 def _from_hub(name: str) -> bool:

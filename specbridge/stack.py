@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specbridge import process
-from specbridge.clients import wait_attached
+from specbridge.clients import Joined
 from specbridge.errors import ConfigError, Unavailable
 from specbridge.settings import child_environment
 from specbridge.watch import until_hung, until_serving
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 CONFIG_EXIT_CODE = 2
 LAST_LINES = 20
 ABANDON_S = 2.0
-ATTACH_S = 15.0
+JOIN_S, REAP_S = 15.0, 2.0
 # A socket's path must fit the kernel's 108 bytes, with room for the longest name.
 MAX_SOCKET_FOLDER = 80
 
@@ -68,8 +68,8 @@ class Limits:
 class Service:
     """One process to run.
 
-    address: where its health is asked. env: its whole environment. follows: the service whose hidden states
-    it receives; it counts as ready when they can flow. mirrors_others: it is NOT_SERVING while another
+    address: where its health is asked. env: its whole environment. follows: the service that it works with
+    once it has `joined` that one; a stack is ready then. mirrors_others: it is NOT_SERVING while another
     service is away, which is then no sign of a hang.
     """
 
@@ -78,6 +78,7 @@ class Service:
     address: str
     env: Mapping[str, str]
     follows: str = ""
+    joined: Joined | None = None
     mirrors_others: bool = False
 
 
@@ -121,17 +122,20 @@ class Child:
         while True:
             began = time.monotonic()
             await self._start()
-            assert self._process is not None
+            running = self._process
+            assert running is not None
             health = asyncio.create_task(self._watch_health(), name=f"health-{self.name}")
             self._helpers = {health, asyncio.create_task(self._forward_logs(), name=f"logs-{self.name}")}
             try:
-                code = await self._process.wait()
+                code = await running.wait()
             finally:
                 health.cancel()
                 served, served_once = self.serving.is_set(), served_once or self.serving.is_set()
                 self.serving.clear()
                 self._kill_group()
                 self._process = None  # its number may be another process's from here on
+                # Killed, it ends at once; not waited for, its pipes would stay open.
+                await asyncio.wait({asyncio.ensure_future(running.wait())}, timeout=REAP_S)
                 await self.settle()
             if self._ending():
                 return
@@ -215,8 +219,7 @@ class Child:
                     service.address, timeout_s=limits.hang_timeout, mirrors_others=service.mirrors_others
                 )
         except Exception:  # a defect of the watch must not cost a service that may be well
-            log.exception("the health of %s is not watched any more", self.name)
-            return
+            return log.exception("the health of %s is not watched any more", self.name)
         if not self._ending():
             log.error("%s %s: killing it", self.name, self._hung)
             self._kill_group()
@@ -319,11 +322,9 @@ class Stack:
         for child in self.children:
             await child.serving.wait()
         for child in self.children:
-            service = child.service
-            if service.follows and not await wait_attached(service.address, limit_s=ATTACH_S):
-                log.warning(
-                    "%s has not attached to %s: serving without it so far", service.name, service.follows
-                )
+            own = child.service
+            if own.joined is not None and not await own.joined(own.address, JOIN_S):
+                log.warning("%s has not joined %s: serving without it so far", own.name, own.follows)
 
     def _raise_failure(self) -> None:
         for task in self._tasks:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import re
-import shutil
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -18,9 +17,9 @@ import httpx
 import metrics_catalogue as catalogue
 import pytest
 from debian_tools import program
-from running_stack import REPO, RunningStack, running_stack, wait_for
+from running_stack import RunningStack, running_stack, wait_for
 
-from specbridge.stack import free_port
+from benchmarks.watching import watching
 
 pytestmark = pytest.mark.slow
 
@@ -52,39 +51,17 @@ def stack(tiny_models: tuple[Path, Path]) -> Iterator[RunningStack]:
 
 
 @contextmanager
-def watching(stack: RunningStack, folder: Path) -> Iterator[str]:
-    """The address of a Prometheus as in deploy/prometheus, but for the services' addresses, looking each
-    second, and alerts that fire after one second.
-    """
+def watched(stack: RunningStack, folder: Path) -> Iterator[str]:
+    """host:port of a Prometheus that looks each second, and whose alerts fire after one second."""
     binary = program("prometheus", package="prometheus")
-    shutil.copytree(REPO / "deploy/prometheus", folder, dirs_exist_ok=True)
-    config = (folder / "prometheus.yml").read_text()
-    config, changed = re.subn(r"(scrape|evaluation)_interval: \d+s", r"\1_interval: 1s", config)
-    assert changed == 2
-    for service in SERVICES:
-        place = next(line.split('"')[1] for line in config.splitlines() if f'targets: ["{service}:' in line)
-        url = httpx.URL(str(stack.state["endpoints"][f"{service} metrics"]))
-        config = config.replace(place, f"{url.host}:{url.port}")
-    (folder / "prometheus.yml").write_text(config)
-    alerts = (folder / "rules/alerts.yml").read_text()
-    (folder / "rules/alerts.yml").write_text(re.sub(r"for: \d+m", "for: 1s", alerts))
-    address = f"127.0.0.1:{free_port()}"
-    command = [binary, f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [*command, f"--web.listen-address={address}"], stdout=log, stderr=subprocess.STDOUT
-        )
-    try:
-        wait_for(lambda: httpx.get(f"http://{address}/-/ready").status_code == 200, 60, "prometheus ready")
-        yield address
-    finally:
-        process.terminate()
-        process.wait(30)
+    metrics = {service: str(stack.state["endpoints"][f"{service} metrics"]) for service in SERVICES}
+    with watching(binary, metrics, folder, seconds=1) as url:
+        yield url.removeprefix("http://")
 
 
 @pytest.fixture(scope="module")
 def prometheus(stack: RunningStack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with watching(stack, tmp_path_factory.mktemp("prometheus")) as address:
+    with watched(stack, tmp_path_factory.mktemp("prometheus")) as address:
         yield address
 
 
@@ -218,7 +195,7 @@ def test_random_weights_set_off_the_alert_on_acceptance(
 ) -> None:
     target, drafter = tiny_models
     flags = (f"--target={target}", f"--draft={drafter}", "--dtype=float32", "--budget=fixed")
-    with running_stack(*flags) as stack, watching(stack, tmp_path) as prometheus, steady_load(stack):
+    with running_stack(*flags) as stack, watched(stack, tmp_path) as prometheus, steady_load(stack):
         wait_for(lambda: "SpecBridgeAcceptanceCollapse" in alerts_of(prometheus), 60, "the alert")
         [judged] = [p for p in all_expressions() if "specbridge_draft_recent_acceptance_length" in p]
         wait_for(lambda: has_number(prometheus, judged), 30, "acceptance judged by the draft")

@@ -148,8 +148,8 @@ async def test_health_is_asked_until_it_serves(tmp_path: Path) -> None:
 async def test_waiting_for_a_draft_to_attach_is_bounded(tmp_path: Path) -> None:
     draft = Draft()
     async with running(tmp_path, Gateway(), draft) as server:
-        assert not await wait_attached(server.bound, limit_s=0.3, interval_s=0.01)
-        waiting = asyncio.create_task(wait_attached(server.bound, limit_s=30.0, interval_s=0.01))
+        assert not await wait_attached(server.bound, limit_s=0.3)
+        waiting = asyncio.create_task(wait_attached(server.bound, limit_s=30.0))
         await asyncio.sleep(0.05)
         draft.attached = True
         async with asyncio.timeout(5):

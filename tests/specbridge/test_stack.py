@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from specbridge import process, stack
+from specbridge.clients import wait_attached
 from specbridge.errors import ConfigError
 from specbridge.stack import Limits, Service, ServiceFailed, Stack
 
@@ -338,11 +339,11 @@ async def test_stop_while_starting_leaves_nothing(folder: Path) -> None:
 async def test_a_draft_that_does_not_attach_delays_the_start_but_does_not_stop_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(stack, "ATTACH_S", 0.3)
-    draft = dataclasses.replace(service(folder, "draft"), follows="target")
+    monkeypatch.setattr(stack, "JOIN_S", 0.3)
+    draft = dataclasses.replace(service(folder, "draft"), follows="target", joined=wait_attached)
     made = Stack([service(folder, "target"), draft], QUICK, write=lambda line: None)
     await made.start()
-    assert "draft has not attached to target" in caplog.text
+    assert "draft has not joined target" in caplog.text
     await made.stop()
 
 

@@ -116,7 +116,8 @@ class CostCurve:
     """Seconds by size and context: the grid, times what observation says about it.
 
     A size that has been observed goes by its own median of observed / grid; one that has not, by those of the
-    nearest sizes that have (weights fall by half with each doubling of the distance, seen as a ratio).
+    nearest sizes that have (weights fall by half with each doubling of the distance, seen as a ratio). Costs
+    do not fall with size: what has been seen more often bounds what has been seen less.
     """
 
     def __init__(self, points: Sequence[Point]) -> None:
@@ -154,7 +155,7 @@ class CostCurve:
         """Expected cost; 0 for size 0."""
         if size <= 0:
             return 0.0
-        return self._grid.seconds(size, context) * self._factor(size, context)
+        return self._in_order(size, context, self._grid.seconds(size, context) * self._factor(size, context))
 
     def table(self, first: int, last: int, context: int) -> list[float]:
         """seconds(size, context) of sizes first .. last; kept until an observation moves the curve."""
@@ -189,6 +190,24 @@ class CostCurve:
             return around
         share = count / (count + 1)
         return math.exp(share * math.log(seen.median) + (1 - share) * math.log(around))
+
+    def _in_order(self, size: int, context: int, seconds: float) -> float:
+        """No more than what a larger size takes, no less than a smaller one, if that is the better known.
+
+        A plain round among drafting ones is seen now and then, and a few slow ones make a gain of nothing.
+        """
+        low, high = 0.0, math.inf
+        count, octave = self.observed(size, context), _octave(context)
+        for (place, where), seen in self._seen.items():
+            if where != octave or len(seen) < _FULL_AT or len(seen) <= count:
+                continue
+            other = round(_class_size(place))
+            if other > size:
+                high = min(high, seen.median * self._grid.seconds(other, context))
+            elif other < size:
+                low = max(low, seen.median * self._grid.seconds(other, context))
+        # Where the better known ones contradict each other they decide nothing.
+        return min(max(seconds, low), high) if low <= high else seconds
 
     def _around(self, key: tuple[int, int]) -> float:
         if not len(self._overall):

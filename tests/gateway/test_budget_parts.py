@@ -205,6 +205,20 @@ def test_a_slower_machine_is_slower_everywhere_until_seen_otherwise() -> None:
     assert found.seconds(38, 0) < 1.3 * found.seconds(40, 0)  # the nearer say counts more
 
 
+def test_a_size_seldom_seen_stays_between_those_seen_often() -> None:
+    """One row costs no more than ten: three slow rounds of one are bad luck."""
+    found = curve((1, 0, 1.0), (10, 0, 1.5), (20, 0, 2.0))
+    for _ in range(10):
+        found.observe(10, 0, 1.5)
+    for _ in range(3):
+        found.observe(1, 0, 3.0)
+        found.observe(20, 0, 0.7)
+    assert found.seconds(1, 0) == pytest.approx(1.5) == found.seconds(20, 0)
+    for _ in range(12):  # by now it is known better than the other
+        found.observe(1, 0, 3.0)
+    assert found.seconds(1, 0) == pytest.approx(3.0)
+
+
 def test_outliers_and_nonsense_move_nothing() -> None:
     found = curve((4, 0, 1.0))
     for seconds in (1.0, 50.0, 1.0, 1.0, 0.0, -1.0, math.inf, 1.0):

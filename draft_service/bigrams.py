@@ -1,7 +1,7 @@
 """Which token follows which, in the target's own text: a small table beside a drafter's checkpoint.
 
     draft_bigrams.safetensors
-        bigram_rows    uint16 [vocab]   kept pairs that begin with each token
+        bigram_rows    uint16 [vocab]   kept pairs that begin with each token (uint32 where ids need it)
         bigram_after   uint16 [pairs]   their second tokens, ascending within a row (uint32 where ids need it)
         bigram_counts  uint8  [pairs]   how often, as 12 log2 of it, rounded
         bigram_totals  uint8  [vocab]   how often each token was followed by any, likewise; 0: once or never
@@ -9,7 +9,7 @@
 A block's marginals do not know the tokens between; a tree's node does (conditional_tree), and this table is
 what its knowing is worth: p(v | u) = (n(u, v) + k p(v)) / (n(u) + k), k = PRIOR.
 
-Owns the file and the lookups. Does not own counting (draft_service.training.pairs).
+Owns the file. Does not own lookups (kernels.conditional_tree) nor counting (draft_service.training.pairs).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from kernels.conditional_tree import PairTable
 from specbridge.checkpoint import replacing
 from specbridge.errors import ConfigError
 
@@ -47,7 +48,6 @@ class Bigrams:
 
     def __init__(self, pairs: Pairs, device: torch.device | str) -> None:
         vocab = len(pairs.totals)
-        self._vocab = vocab
         self.device = torch.device(device)
         if not len(pairs.first):
             raise ConfigError(f"{FILE} holds no pair")
@@ -55,19 +55,18 @@ class Bigrams:
         def put(values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
             return torch.from_numpy(np.ascontiguousarray(values)).to(device, dtype)
 
-        self._keys = put(pairs.first.astype(np.int64) * vocab + pairs.second, torch.int64)
-        self._counts = put(pairs.counts.astype(np.float32), torch.float32)
         totals = pairs.totals.astype(np.float64)
-        self._totals = put(totals, torch.float32)
-        self._shares = put(PRIOR * (totals + 0.1) / (totals + 0.1).sum(), torch.float32)
+        self.table = PairTable(
+            keys=put(pairs.first.astype(np.int64) * vocab + pairs.second, torch.int64),
+            counts=put(pairs.counts, torch.float32),
+            totals=put(totals, torch.float32),
+            shares=put(PRIOR * (totals + 0.1) / (totals + 0.1).sum(), torch.float32),
+            prior=PRIOR,
+        )
 
-    def conditional(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-        """before int64 [..., I], after int64 [..., J] -> fp32 [..., I, J]: p(after | before), above 0."""
-        first, second = before.unsqueeze(-1), after.unsqueeze(-2)
-        wanted = first * self._vocab + second
-        at = torch.searchsorted(self._keys, wanted).clamp_(max=len(self._keys) - 1)
-        count = torch.where(self._keys[at] == wanted, self._counts[at], 0.0)
-        return (count + self._shares[second]) / (self._totals[first] + PRIOR)
+    def __len__(self) -> int:
+        """Pairs."""
+        return len(self.table.keys)
 
 
 def read_bigrams(folder: Path, *, vocab_size: int, device: torch.device | str) -> Bigrams | None:
@@ -92,7 +91,10 @@ def read_bigrams(folder: Path, *, vocab_size: int, device: torch.device | str) -
     if len(after) and int(after.max()) >= vocab_size:
         raise ConfigError(f"{path} names token {int(after.max())} of {vocab_size}: of another model?")
     first = np.repeat(np.arange(vocab_size), rows)
-    return Bigrams(Pairs(first, after.astype(np.int64), _widened(counts), _widened(totals)), device)
+    after = after.astype(np.int64)
+    if np.any(np.diff(first * vocab_size + after) <= 0):
+        raise ConfigError(f"{path} is not in order; make it anew with `specbridge train bigrams`")
+    return Bigrams(Pairs(first, after, _widened(counts), _widened(totals)), device)
 
 
 def write_bigrams(folder: Path, pairs: Pairs, notes: Mapping[str, str]) -> Path:
@@ -101,8 +103,9 @@ def write_bigrams(folder: Path, pairs: Pairs, notes: Mapping[str, str]) -> Path:
 
     vocab = len(pairs.totals)
     path = folder / FILE
+    rows = np.bincount(pairs.first, minlength=vocab)
     arrays = {
-        "bigram_rows": np.bincount(pairs.first, minlength=vocab).astype(np.uint16),
+        "bigram_rows": rows.astype(np.uint16 if rows.max() < 1 << 16 else np.uint32),
         "bigram_after": pairs.second.astype(np.uint16 if vocab <= 1 << 16 else np.uint32),
         "bigram_counts": _narrowed(pairs.counts),
         "bigram_totals": _narrowed(pairs.totals),

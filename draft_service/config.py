@@ -65,8 +65,13 @@ class DraftSettings(Settings):
     """Most open sessions."""
     max_tree_nodes: int = Field(default=64, ge=0, le=4096)
     """Largest tree grown for one session, whatever a gateway asks for."""
+    tree_scores: Literal["auto", "marginals", "bigrams"] = "auto"
+    """What a node is worth: the drafter's marginals alone, or corrected by which token stands before it, for
+    which the drafter's folder needs draft_bigrams.safetensors. "auto": corrected where that file is, but by
+    marginals on a GPU, where bigrams have not been measured yet. The same text, more or less of it foreseen.
+    """
     top_k: int = Field(default=0, ge=0)
-    """Most candidate tokens per position; 0: as many as the tree can use."""
+    """Most candidate tokens per position, or with bigrams per node; 0: as many as the tree can use."""
     draft_vocabulary: int = Field(default=-1, ge=-1)
     """Tokens the drafter may propose: the most frequent of its draft_vocabulary.safetensors. 0: all; -1: as
     the drafter's folder says, all if it says nothing.
@@ -110,6 +115,11 @@ class DraftSettings(Settings):
                     f"{name} {value!r} is read with load_format dummy only; a real drafter brings its own, "
                     "name it with --draft and its target with --target"
                 )
+        if self.synthetic and self.tree_scores == "bigrams":
+            raise ValueError(
+                "tree_scores bigrams needs a drafter whose proposals are its own; leave it out with "
+                "load_format dummy or simulate_acceptance"
+            )
         return self
 
     @property

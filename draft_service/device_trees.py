@@ -6,8 +6,8 @@
 Shapes are those of a bucket: S sessions, N nodes a tree, a page table as wide as the longest session. The
 whole sequence is captured in a CUDA graph per bucket, or, without graphs, launched piece by piece: the same
 functions in the same order, so the same trees. Owns buckets, their buffers, and the sequence. Does not own
-the pass (drafter), its attention (ragged_blocks), noise and tree rules (kernels.marginals, kernels.tree)
-nor capture (graphs).
+the pass (drafter), its attention (ragged_blocks), noise and tree rules (kernels.marginals, kernels.tree,
+conditional_tree) nor capture (graphs).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from draft_service.block_attention import ContextPages
+from draft_service.conditional_tree import Conditioner
 from draft_service.drafter import Drafter
 from draft_service.graphs import GraphPool
 from draft_service.host_trees import Ask, Grown
@@ -72,8 +73,11 @@ class DeviceTrees:
         simulation: Simulation | None,
         graphs: bool,
         shared_noise: bool = True,
+        conditioner: Conditioner | None = None,
     ) -> None:
         config = drafter.config
+        # Simulated marginals know nothing of tokens.
+        self._grow_trees = grow_trees if conditioner is None or simulation else conditioner.grow
         self._drafter = drafter
         self._pages = pages
         self._top_k = top_k
@@ -172,7 +176,7 @@ class DeviceTrees:
                 inputs.bases,
                 inputs.choices,
             )
-        packed = grow_trees(
+        packed = self._grow_trees(
             logits,
             temperature,
             inputs.seeds,

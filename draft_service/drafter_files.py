@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 import kernels.device
+from draft_service.bigrams import Bigrams, read_bigrams
 from draft_service.config import DraftSettings
 from draft_service.draft_vocabulary import AS_SHIPPED, cut_to, read_vocabulary
 from draft_service.drafter_config import DrafterConfig
@@ -44,6 +45,8 @@ class DrafterFiles(Protocol):
     def stored_dtype(self) -> torch.dtype: ...
 
     def weights(self, config: DrafterConfig, *, dtype: torch.dtype, device: str) -> DrafterWeights: ...
+
+    def bigrams(self, vocab_size: int, device: torch.device) -> Bigrams | None: ...
 
     def close(self) -> None: ...
 
@@ -117,6 +120,10 @@ class Checkpoints:
         kept = read_vocabulary(self._folder, vocab_size=config.vocab_size, size=self._vocabulary)
         return weights if kept is None else cut_to(weights, kept)
 
+    def bigrams(self, vocab_size: int, device: torch.device) -> Bigrams | None:
+        """The table in the drafter's folder, if any. Raises ConfigError for one that is damaged."""
+        return read_bigrams(self._folder, vocab_size=vocab_size, device=device)
+
     def close(self) -> None:
         self._draft.close()
         self._target.close()
@@ -160,6 +167,9 @@ class ConfigurationsOnly:
 
     def weights(self, config: DrafterConfig, *, dtype: torch.dtype, device: str) -> DrafterWeights:
         return dummy_weights(config, self._target, dtype=dtype, device=device)
+
+    def bigrams(self, vocab_size: int, device: torch.device) -> Bigrams | None:
+        return None
 
     def close(self) -> None:
         return None

@@ -1,7 +1,7 @@
 """From anchors to trees on the CPU: the block pass, the noise of sampled sessions, the heap.
 
 Owns the reuse of noise rows between rounds, and what any device's way (`TreeGrower`) takes and gives. Does
-not own the drafter's arithmetic (drafter), the tree rules (tree) nor who asks (proposer).
+not own the drafter's arithmetic (drafter), the tree rules (tree, conditional_tree) nor who asks (proposer).
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from typing import Protocol
 import torch
 
 from draft_service.block_attention import BlockBatch, ContextPages
+from draft_service.conditional_tree import Conditioner
 from draft_service.drafter import Drafter
 from draft_service.session import Session
 from draft_service.simulation import Simulation
-from draft_service.tree import build_trees_from_logits
+from draft_service.tree import build_trees_from_logits, noisy_log_probs
 from kernels.philox import gumbel_noise
 from specbridge.tree import DraftTree
 
@@ -76,8 +77,10 @@ class HostTrees:
         top_k: int | None,
         simulation: Simulation | None,
         shared_noise: bool = True,
+        conditioner: Conditioner | None = None,
     ) -> None:
         self.top_k = top_k
+        self._conditioner = conditioner
         self._shared_noise = shared_noise
         self._drafter = drafter
         self._pages = pages
@@ -143,6 +146,8 @@ class HostTrees:
             samplings = [ask.session.sampling for ask in asks]
             bases = [ask.session.sequence.length for ask in asks]
             logits = self._simulation.marginals(logits, samplings, bases)
+        if self._conditioner is not None and self._simulation is None:
+            return self._conditional(self._conditioner, logits, asks, temperatures, noise)
         trees = build_trees_from_logits(
             logits,
             [ask.max_nodes for ask in asks],
@@ -158,3 +163,29 @@ class HostTrees:
         return [
             DraftTree(tuple(ids[list(tree.tokens)].tolist()), tree.parents, tree.scores) for tree in trees
         ]
+
+    def _conditional(
+        self,
+        conditioner: Conditioner,
+        logits: torch.Tensor,
+        asks: Sequence[Ask],
+        temperatures: list[float] | None,
+        noise: list[torch.Tensor | None] | None,
+    ) -> list[DraftTree]:
+        """`_build` where nodes know the token before theirs."""
+        trees = []
+        for i, (row, ask) in enumerate(zip(logits, asks, strict=True)):
+            row = row[: min(ask.max_depth, ask.max_nodes)]
+            temperature = temperatures[i] if temperatures is not None else 0.0
+            drawn = noise[i] if noise is not None else None
+            scores = noisy_log_probs(row, temperature, None if drawn is None else drawn[: len(row)])
+            tree = conditioner.host_tree(
+                row,
+                scores,
+                temperature,
+                budget=ask.max_nodes,
+                top_k=self.top_k,
+                head_ids=self._drafter.head_ids,
+            )
+            trees.append(tree)
+        return trees

@@ -15,6 +15,8 @@ from pathlib import Path
 import torch
 
 import kernels.device
+from draft_service.bigrams import FILE as BIGRAMS_FILE
+from draft_service.conditional_tree import Conditioner
 from draft_service.config import DraftSettings
 from draft_service.context_cache import PAGE_SIZE, ContextCache
 from draft_service.desk import EngineLimits
@@ -98,6 +100,7 @@ def load_engine(settings: DraftSettings, draft: Path, target: Path, metrics: Dra
         str(config.first_row),
     )
     fingerprint = hashlib.blake2b("/".join(identity).encode(), digest_size=16).hexdigest()
+    conditioner = _conditioner(settings, files, drafter)
     files.close()
     num_tokens = max(kv_tokens, PAGE_SIZE)
     if drafter.device.type == "cuda":
@@ -117,6 +120,7 @@ def load_engine(settings: DraftSettings, draft: Path, target: Path, metrics: Dra
         simulation=simulation,
         cuda_graphs=settings.cuda_graphs,
         shared_noise=settings.shared_noise,
+        conditioner=conditioner,
     )
     wait = settings.propose_wait if settings.propose_wait >= 0 else PROPOSE_WAIT_S[device.split(":")[0]]
     limits = EngineLimits(
@@ -184,6 +188,29 @@ def resolve_dtype(name: str, files: DrafterFiles, device: str) -> torch.dtype:
         return kernels.device.parse_dtype(name)
     dtype = files.stored_dtype()
     return torch.float32 if dtype == torch.float16 and device == "cpu" else dtype
+
+
+def _conditioner(settings: DraftSettings, files: DrafterFiles, drafter: Drafter) -> Conditioner | None:
+    """For trees that are scored by bigrams; None: by marginals. Raises ConfigError for a table that is
+    damaged, or missing though asked for.
+    """
+    bigrams = None
+    # On a GPU this has not been measured yet: there it waits to be asked for.
+    wanted = settings.tree_scores == "bigrams" or (
+        settings.tree_scores == "auto" and drafter.device.type == "cpu"
+    )
+    if wanted and not settings.synthetic:
+        bigrams = files.bigrams(drafter.config.vocab_size, drafter.device)
+    if bigrams is not None:
+        log.info("trees are scored by marginals and %d bigrams", len(bigrams))
+        return Conditioner(bigrams, drafter.config.horizon)
+    if settings.tree_scores == "bigrams":
+        raise ConfigError(
+            f"tree_scores is bigrams, but the drafter has no {BIGRAMS_FILE}; make it with "
+            "`specbridge train bigrams`, or use auto or marginals"
+        )
+    log.info("trees are scored by marginals")
+    return None
 
 
 def _monitor(settings: DraftSettings, config: DrafterConfig, metrics: DraftMetrics) -> AcceptanceMonitor:

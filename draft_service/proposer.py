@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from draft_service.conditional_tree import Conditioner
 from draft_service.context_cache import ContextCache
 from draft_service.device_trees import DeviceTrees
 from draft_service.drafter import BlockBatch, Drafter, Reading
@@ -60,6 +61,7 @@ class Proposer:
         simulation: Simulation | None = None,
         cuda_graphs: bool = True,
         shared_noise: bool = True,
+        conditioner: Conditioner | None = None,
     ) -> None:
         self.drafter = drafter
         self.simulation = simulation
@@ -73,10 +75,16 @@ class Proposer:
                 simulation=simulation,
                 graphs=cuda_graphs,
                 shared_noise=shared_noise,
+                conditioner=conditioner,
             )
         else:
             self.trees = HostTrees(
-                drafter, cache.pages, top_k=top_k, simulation=simulation, shared_noise=shared_noise
+                drafter,
+                cache.pages,
+                top_k=top_k,
+                simulation=simulation,
+                shared_noise=shared_noise,
+                conditioner=conditioner,
             )
 
     def take_thread(self) -> None:

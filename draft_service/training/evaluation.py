@@ -23,7 +23,7 @@ import torch
 from draft_service.bigrams import FILE as BIGRAMS_FILE
 from draft_service.bigrams import Bigrams, read_bigrams
 from draft_service.block_attention import BlockBatch
-from draft_service.conditional_tree import WIDTH, Conditioner, Conditioning, Transitions, grow_levels
+from draft_service.conditional_tree import WIDTH, Conditioner, Conditioning, grow_levels
 from draft_service.config import DraftSettings
 from draft_service.drafter import Drafter
 from draft_service.drafter_config import TargetFacts
@@ -31,6 +31,7 @@ from draft_service.drafter_files import Places, open_files
 from draft_service.drafter_layouts import parse_config
 from draft_service.loading import resolve_device, resolve_dtype
 from draft_service.training.scoring import ScoringRule
+from kernels.conditional_tree import Steps
 from kernels.marginals import Candidates
 from kernels.philox import gumbel_noise, signed_seed
 from kernels.topk import top_entries
@@ -168,12 +169,12 @@ class Replay:
             for key, found in parts.items()
         }
 
-    def _steps(self, scores: torch.Tensor, beliefs: torch.Tensor, rule: Conditioning) -> Transitions:
+    def _steps(self, scores: torch.Tensor, beliefs: torch.Tensor, rule: Conditioning) -> Steps:
         if self._bigrams is None:
             raise ConfigError(f"the drafter has no {BIGRAMS_FILE}, make it with `specbridge train bigrams`")
         log_probs, ids = top_entries(scores, min(WIDTH, scores.shape[-1]), nonpositive=True)
         made = Conditioner(self._bigrams, self.drafter.config.horizon, rule)
-        return made.transitions(log_probs, beliefs.gather(-1, ids), ids)
+        return made.steps(log_probs, beliefs.gather(-1, ids), ids)
 
     def _append(self, features: torch.Tensor) -> None:
         places = torch.arange(len(features))
@@ -233,18 +234,17 @@ def accepted_depths(
 
 
 def conditional_depths(
-    steps: Transitions, truth: torch.Tensor, limits: torch.Tensor, nodes: Sequence[int]
+    steps: Steps, truth: torch.Tensor, limits: torch.Tensor, nodes: Sequence[int]
 ) -> dict[int, np.ndarray]:
     """`accepted_depths` where nodes know the token before theirs. The chain takes each time's best child."""
     found = {}
     if CHAIN in nodes:
-        place = steps.first.argmax(-1, keepdim=True)
+        place = torch.zeros_like(steps.ids[:, 0, :1])
         right = torch.ones_like(place[:, 0], dtype=torch.bool)
         count = torch.zeros_like(place[:, 0])
         for d in range(truth.shape[1]):
-            if d:
-                row = steps.later[:, d - 1].gather(1, place.unsqueeze(-1).expand(-1, -1, steps.ids.shape[2]))
-                place = row[:, 0].argmax(-1, keepdim=True)
+            row = steps.scores[:, d].gather(1, place.unsqueeze(-1).expand(-1, -1, steps.ids.shape[2]))
+            place = row[:, 0].argmax(-1, keepdim=True)
             right = right & (steps.ids[:, d].gather(1, place)[:, 0] == truth[:, d]) & (limits > d)
             count += right
         found[CHAIN] = count.cpu().numpy()

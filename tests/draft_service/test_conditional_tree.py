@@ -1,4 +1,4 @@
-"""Trees whose nodes know the token before theirs: the table, the scores, and two ways to grow one list."""
+"""Trees whose nodes know the token before theirs: the table, the scores, and all ways to grow one list."""
 
 from __future__ import annotations
 
@@ -11,16 +11,20 @@ import pytest
 import torch
 
 from draft_service.bigrams import FILE, PRIOR, Bigrams, Pairs, read_bigrams, write_bigrams
-from draft_service.conditional_tree import Conditioner, Conditioning, Transitions, grow_heap, grow_levels
+from draft_service.conditional_tree import WIDTH as CANDIDATES
+from draft_service.conditional_tree import Conditioner, Conditioning, grow_levels
 from draft_service.training.pairs import count_pairs
 from draft_service.training.shards import Manifest, Shards, ShardWriter
-from draft_service.tree import build_tree_heap
+from draft_service.tree import build_tree_heap, noisy_log_probs
+from kernels.conditional_tree import Steps, pack_conditional_trees
+from kernels.conditional_tree import conditional as probabilities
 from kernels.topk import top_entries
 from kernels.tree import unpack_trees
 from specbridge.errors import ConfigError
 from specbridge.tree import DraftTree
 
 VOCAB, DEPTHS, WIDTH = 40, 4, 6
+B, C = Conditioning().noise[1], Conditioning().pairs[1]
 
 
 def table(seed: int = 0) -> Pairs:
@@ -50,9 +54,10 @@ def candidates(seed: int, *, coarse: bool = False) -> tuple[torch.Tensor, torch.
 def test_scores_are_those_of_the_formula() -> None:
     pairs, rule = table(), Conditioning(noise=(1.0, 0.7), pairs=(0.0, 0.5, 0.9))
     log_probs, beliefs, ids = candidates(1)
-    steps = Conditioner(Bigrams(pairs, "cpu"), DEPTHS, rule).transitions(log_probs, beliefs, ids)
-    torch.testing.assert_close(steps.first, log_probs[:, 0].log_softmax(-1))
+    steps = Conditioner(Bigrams(pairs, "cpu"), DEPTHS, rule).steps(log_probs, beliefs, ids)
     noise, weight = (1.0, 0.7, 0.7, 0.7), (0.0, 0.5, 0.9, 0.9)
+    for s, i in itertools.product(range(3), range(WIDTH)):
+        torch.testing.assert_close(steps.scores[s, 0, i], log_probs[s, 0].log_softmax(-1))
     for s, d, i in itertools.product(range(3), range(1, DEPTHS), range(WIDTH)):
         q = beliefs[s, d - 1].softmax(-1)
         row = []
@@ -62,53 +67,139 @@ def test_scores_are_those_of_the_formula() -> None:
             average = sum(float(a) * b for a, b in zip(q, below, strict=True))
             base = noise[d] * log_probs[s, d, j] + (1 - noise[d]) * beliefs[s, d, j]
             row.append(float(base) + weight[d] * (math.log(below[i]) - math.log(average)))
-        torch.testing.assert_close(steps.later[s, d - 1, i], torch.tensor(row).log_softmax(-1))
+        torch.testing.assert_close(steps.scores[s, d, i], torch.tensor(row).log_softmax(-1))
 
 
-def brute_force(steps: Transitions, session: int, nodes: int, limit: int) -> DraftTree:
-    """All prefixes, sorted as the module says."""
-    found: list[tuple[float, int, tuple[int, ...]]] = []
-    for depth in range(1, limit + 1):
-        for path in itertools.product(range(WIDTH), repeat=depth):
-            score = np.float32(steps.first[session, path[0]])
-            for d in range(1, depth):
-                score = np.float32(score + np.float32(steps.later[session, d - 1, path[d - 1], path[d]]))
-            found.append((-float(score), depth, path))
+def ranked(scores: list[float]) -> list[int]:
+    """Places, the highest score first, the lower place of equal ones."""
+    return [place for _, place in sorted((-score, place) for place, score in enumerate(scores))]
+
+
+def brute_force(steps: Steps, session: int, nodes: int, limit: int, most: int) -> DraftTree:
+    """All prefixes, sorted as kernels.conditional_tree says."""
+    rows = steps.scores[session].numpy()
+    turns = [[ranked(row.tolist()) for row in level] for level in rows]
+    above: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]  # of the level above, in order
+    found: list[tuple[float, int, int, tuple[int, ...]]] = []
+    for d in range(limit):
+        here = []
+        for parent, (score, path) in enumerate(above):
+            up = path[-1] if path else 0
+            for turn, place in enumerate(turns[d][up][:most]):
+                total = float(np.float32(np.float32(score) + rows[d, up, place]))
+                here.append((-total, parent, turn, (*path, place)))
+        here.sort()
+        above = [(-negative, path) for negative, _, _, path in here]
+        found += [(-score, d, i, path) for i, (score, path) in enumerate(above) if score > -math.inf]
     best = sorted(found)[:nodes]
-    place = {path: i for i, (_, _, path) in enumerate(best)}
+    index = {path: i for i, (_, _, _, path) in enumerate(best)}
     return DraftTree(
-        tuple(int(steps.ids[session, len(path) - 1, path[-1]]) for _, _, path in best),
-        tuple(place.get(path[:-1], -1) for _, _, path in best),
-        tuple(-score for score, _, _ in best),
+        tuple(int(steps.ids[session, len(path) - 1, path[-1]]) for *_, path in best),
+        tuple(index.get(path[:-1], -1) for *_, path in best),
+        tuple(-negative for negative, *_ in best),
     )
 
 
 @pytest.mark.parametrize("coarse", [False, True])
-@pytest.mark.parametrize("nodes", [1, 5, 30])
-def test_both_ways_give_the_best_prefixes(coarse: bool, nodes: int) -> None:
+@pytest.mark.parametrize(("nodes", "most"), [(1, None), (5, None), (30, None), (30, 2), (9, 1)])
+def test_all_ways_give_the_best_prefixes(coarse: bool, nodes: int, most: int | None) -> None:
     """With many ties, too: then the rule's table is flat and scores are few."""
-    rule = Conditioning(pairs=(0.0, 0.0)) if coarse else Conditioning()
+    rule = Conditioning(noise=(1.0,), pairs=(0.0, 0.0)) if coarse else Conditioning()
     conditioner = Conditioner(Bigrams(table(), "cpu"), DEPTHS, rule)
-    steps = conditioner.transitions(*candidates(2, coarse=coarse))
-    limits = torch.tensor([DEPTHS, 2, 0])
-    packed = grow_levels(steps, limits, nodes)
-    lists = unpack_trees(packed, [nodes] * 3)
-    for session, limit in enumerate(limits.tolist()):
-        wanted = brute_force(steps, session, nodes, limit)
-        by_levels = lists[session]
-        assert (tuple(by_levels.tokens), tuple(by_levels.parents)) == (wanted.tokens, wanted.parents)
-        assert tuple(by_levels.scores) == wanted.scores
-        assert grow_heap(steps, session, nodes, limit) == wanted
+    steps = conditioner.steps(*candidates(2, coarse=coarse))
+    limits = torch.tensor([DEPTHS, 2, 0], dtype=torch.int32)
+    wanted = [brute_force(steps, s, nodes, n, most or WIDTH) for s, n in enumerate(limits.tolist())]
+    assert most != 1 or len(wanted[0]) == DEPTHS
+    budgets = torch.tensor([nodes] * 3, dtype=torch.int32)
+    for packed in (
+        grow_levels(steps, limits, nodes, most),
+        pack_conditional_trees(steps, budgets, limits, nodes=nodes, most_children=most),
+    ):
+        found = [
+            DraftTree(tuple(t.tokens), tuple(t.parents), tuple(t.scores))
+            for t in unpack_trees(packed, [nodes] * 3)
+        ]
+        assert found == wanted
 
 
-def test_without_conditioning_it_is_the_served_tree() -> None:
-    """b = 1 and c = 0 over the whole vocabulary: the heap of draft_service.tree."""
+class Reference:
+    """The rule as docs/training.md describes it, re-stated on Python's numbers for one session."""
+
+    def __init__(
+        self, pairs: Pairs, logits: torch.Tensor, temperature: float, noise: torch.Tensor | None
+    ) -> None:
+        self.known = [[conditional(pairs, u, v) for v in range(VOCAB)] for u in range(VOCAB)]
+        beliefs = logits.double() / (temperature if temperature > 0 else 1.0)
+        served = (beliefs + noise if noise is not None else beliefs).log_softmax(-1)
+        self.depths: list[dict[int, tuple[float, float]]] = []
+        for noisy, belief in zip(served.tolist(), beliefs.tolist(), strict=True):
+            best = ranked(noisy)[:CANDIDATES]
+            self.depths.append({v: (noisy[v], belief[v]) for v in best if noisy[v] > -math.inf})
+
+    def steps(self, d: int, above: int | None) -> dict[int, float]:
+        row = {v: noisy for v, (noisy, _) in self.depths[d].items()}
+        if above is not None:
+            weights = {u: math.exp(belief) for u, (_, belief) in self.depths[d - 1].items()}
+            total = sum(weights.values())
+            for v, (noisy, belief) in self.depths[d].items():
+                average = sum(w / total * self.known[u][v] for u, w in weights.items())
+                row[v] = B * noisy + (1 - B) * belief + C * math.log(self.known[above][v] / average)
+        scale = math.log(sum(map(math.exp, row.values())))
+        return {v: score - scale for v, score in row.items()}
+
+    def best(self, nodes: int) -> list[tuple[tuple[int, ...], float]]:
+        found: list[tuple[float, tuple[int, ...]]] = []
+        level: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+        for d in range(len(self.depths)):
+            rows = {path[-1] if path else None for _, path in level}
+            steps = {above: self.steps(d, above) for above in rows}
+            # What lies beyond a level's best has no child among the best of all.
+            level = sorted(
+                (negative - score, (*path, v))
+                for negative, path in level
+                for v, score in steps[path[-1] if path else None].items()
+            )[:nodes]
+            found += level
+        return [(path, -negative) for negative, path in sorted(found)[:nodes]]
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_trees_served_on_the_host_are_those_of_the_rule(reduced: bool, temperature: float) -> None:
+    pairs = table()
+    generator = torch.Generator().manual_seed(9)
+    logits = torch.randn(DEPTHS, VOCAB, generator=generator) * 2
+    kept = torch.randperm(VOCAB, generator=generator)[: VOCAB - 7].sort().values
+    noise = -torch.log(-torch.log(torch.rand(DEPTHS, VOCAB, generator=generator))) if temperature else None
+    columns = kept if reduced else torch.arange(VOCAB)
+    own = None if noise is None else noise[:, columns]
+    tree = Conditioner(Bigrams(pairs, "cpu"), DEPTHS).host_tree(
+        logits[:, columns],
+        noisy_log_probs(logits[:, columns], temperature, own),
+        temperature,
+        budget=20,
+        head_ids=kept if reduced else None,
+    )
+    if reduced:
+        gone = torch.ones(VOCAB, dtype=torch.bool)
+        gone[kept] = False
+        logits[:, gone] = -math.inf
+    paths: list[tuple[int, ...]] = []
+    for token, parent in zip(tree.tokens, tree.parents, strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    wanted = Reference(pairs, logits, temperature, noise).best(20)
+    assert paths == [path for path, _ in wanted]
+    torch.testing.assert_close(torch.tensor(tree.scores), torch.tensor([score for _, score in wanted]))
+    assert max(map(len, paths)) > 2, "no step below a step was tested"
+
+
+def test_without_conditioning_it_is_the_tree_of_marginals() -> None:
+    """b = 1 and c = 0 over all tokens there are: the heap of draft_service.tree."""
     generator = torch.Generator().manual_seed(4)
-    scores = (torch.randn(1, DEPTHS, VOCAB, generator=generator) * 3).log_softmax(-1)
-    log_probs, ids = top_entries(scores, VOCAB, nonpositive=True)
+    scores = (torch.randn(DEPTHS, CANDIDATES, generator=generator) * 3).log_softmax(-1)
     conditioner = Conditioner(Bigrams(table(), "cpu"), DEPTHS, Conditioning((1.0,), (0.0,)))
-    tree = grow_heap(conditioner.transitions(log_probs, log_probs, ids), 0, 25, DEPTHS)
-    wanted = build_tree_heap(scores[0], 25)
+    tree = conditioner.host_tree(scores, scores, 0.0, budget=25)
+    wanted = build_tree_heap(scores, 25)
     assert (tree.tokens, tree.parents) == (wanted.tokens, wanted.parents)
     torch.testing.assert_close(torch.tensor(tree.scores), torch.tensor(wanted.scores))
 
@@ -118,11 +209,19 @@ def test_impossible_tokens_are_never_nodes() -> None:
     log_probs, beliefs, ids = (x[:1].clone() for x in candidates(5))
     log_probs[0, 1, 2:] = -math.inf
     log_probs[0, 2] = -math.inf
-    steps = Conditioner(Bigrams(table(), "cpu"), DEPTHS).transitions(log_probs, beliefs, ids)
-    tree = grow_heap(steps, 0, 100, DEPTHS)
+    conditioner = Conditioner(Bigrams(table(), "cpu"), DEPTHS)
+    steps = conditioner.steps(log_probs, beliefs, ids)
+    limits = torch.tensor([DEPTHS], dtype=torch.int32)
+    [tree] = unpack_trees(pack_conditional_trees(steps, limits * 0 + 100, limits, nodes=100), [100])
     assert len(tree.tokens) == WIDTH + 2 * WIDTH
-    [levels] = unpack_trees(grow_levels(steps, torch.tensor([DEPTHS]), 100), [100])
-    assert tuple(levels.tokens) == tree.tokens
+    [levels] = unpack_trees(grow_levels(steps, limits, 100), [100])
+    assert levels == tree
+    scores = torch.full((DEPTHS, VOCAB), -math.inf)
+    scores[0].scatter_(0, ids[0, 0], log_probs[0, 0])
+    scores[1].scatter_(0, ids[0, 1], log_probs[0, 1])
+    scores[3].scatter_(0, ids[0, 3], log_probs[0, 3])
+    host = conditioner.host_tree(scores, scores, 0.0, budget=100)
+    assert sorted(host.tokens) == sorted(tree.tokens)
 
 
 def test_a_table_survives_its_file(tmp_path: Path) -> None:
@@ -132,8 +231,8 @@ def test_a_table_survives_its_file(tmp_path: Path) -> None:
     found = read_bigrams(tmp_path, vocab_size=VOCAB, device="cpu")
     assert found is not None
     every = torch.arange(VOCAB)
-    exact = Bigrams(pairs, "cpu").conditional(every, every)
-    torch.testing.assert_close(found.conditional(every, every), exact, rtol=0.06, atol=0)
+    exact = probabilities(Bigrams(pairs, "cpu").table, every, every)
+    torch.testing.assert_close(probabilities(found.table, every, every), exact, rtol=0.06, atol=0)
     assert float(exact[3, 7]) == pytest.approx(conditional(pairs, 3, 7), rel=1e-5)
     for vocab, damage, message in ((50, None, "is for 40 tokens"), (VOCAB, b"{}", "can't be read")):
         if damage:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,9 @@ import pytest
 import torch
 from interpreted import as_the_device
 from tiny_drafters import changed
-from tree_scenes import CASES, PAGE, Scene, assert_same_trees
+from tree_scenes import CASES, PAGE, Scene, assert_same_trees, some_bigrams
 
+from draft_service.conditional_tree import Conditioner
 from draft_service.device_trees import DeviceTrees
 from draft_service.drafter import Drafter
 from draft_service.host_trees import Ask, HostTrees
@@ -24,14 +26,15 @@ from specbridge.paging import PagePool
 from specbridge.rounds import SamplingParams, SessionKey
 
 
-def both_ways(drafter: Drafter, scene: Scene) -> None:
+def both_ways(drafter: Drafter, scene: Scene, conditioner: Conditioner | None = None) -> None:
     """The same asks by the CPU's way and, in whatever version of the ops runs, by the GPU's."""
     asks = scene.asks(nodes=(16, 5, 12), depths=(9, 2, 4))
-    device = DeviceTrees(drafter, scene.pages, top_k=None, simulation=None, graphs=True)
+    options: dict[str, Any] = {"top_k": None, "simulation": None, "conditioner": conditioner}
+    device = DeviceTrees(drafter, scene.pages, graphs=True, **options)
     got = device.grow(asks).trees
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda, "_cpu_too", False)
-        expected = HostTrees(drafter, scene.pages, top_k=None, simulation=None).grow(asks).trees
+        expected = HostTrees(drafter, scene.pages, **options).grow(asks).trees
     assert_same_trees(got, expected)
 
 
@@ -49,8 +52,41 @@ def test_the_kernels_trees_equal_the_cpu_path_s(case: str, build: Callable[..., 
     config, options = CASES[case]
     drafter = build(config, dtype=torch.float32, **options).drafter
     as_the_device()
+    conditioner = Conditioner(some_bigrams(), drafter.config.horizon)
     with np.errstate(all="ignore"), cuda.cpu_tensors_too():
         both_ways(drafter, Scene(drafter, bases=(0, 13)))
+        both_ways(drafter, Scene(drafter, bases=(0, 13)), conditioner)
+
+
+@pytest.mark.parametrize("case", ["full", "reduced vocabulary, biases"])
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("top_k", [None, 1, 3])
+def test_conditional_trees_equal_the_cpu_path_s(
+    case: str, shared: bool, top_k: int | None, build: Callable[..., Any]
+) -> None:
+    config, options = CASES[case]
+    drafter = build(config, dtype=torch.float32, **options).drafter
+    conditioner = Conditioner(some_bigrams(), drafter.config.horizon)
+    scene = Scene(drafter)
+    given: dict[str, Any] = {"top_k": top_k, "simulation": None, "shared_noise": shared}
+    device = DeviceTrees(drafter, scene.pages, graphs=False, conditioner=conditioner, **given)
+    host = HostTrees(drafter, scene.pages, conditioner=conditioner, **given)
+    for nodes in (1, 5, 40):
+        asks = scene.asks(nodes=(nodes, max(1, nodes - 3)), depths=(9, 2, 4))
+        trees = host.grow(asks).trees
+        assert_same_trees(device.grow(asks).trees, trees)
+        # A prefix of the best is the best: budgets are cut in the order of scores.
+        longer = host.grow([replace(ask, max_nodes=40) for ask in asks]).trees
+        for tree, more in zip(trees, longer, strict=True):
+            cut = more.prefix(len(tree.tokens))
+            # Fewer nodes reach less deep.
+            if len(set(tree.parents)) == len(set(cut.parents)) and nodes >= drafter.config.horizon:
+                assert (cut.tokens, cut.parents) == (tree.tokens, tree.parents)
+            assert list(tree.scores) == sorted(tree.scores, reverse=True) and max(tree.scores) <= 0
+        if top_k == 1:
+            assert all(tree.parents == tuple(range(-1, len(tree.parents) - 1)) for tree in trees)
+    plain = HostTrees(drafter, scene.pages, **given).grow(asks).trees
+    assert top_k == 1 or any(one.tokens != other.tokens for one, other in zip(plain, trees, strict=True))
 
 
 @pytest.mark.parametrize("simulated", [False, True])
@@ -62,8 +98,12 @@ def test_buckets_top_k_and_simulation_follow_the_cpu_path(simulated: bool, build
         acceptance = resolve("2.5", depths=drafter.config.horizon)
         simulation = Simulation("2.5", tables_of(acceptance, vocab_size=drafter.config.vocab_size))
     for top_k in (None, 2):
+        # Simulated marginals are grown from as they stand, whatever table there is.
+        conditioner = Conditioner(some_bigrams(), drafter.config.horizon) if simulated else None
         host = HostTrees(drafter, scene.pages, top_k=top_k, simulation=simulation)
-        device = DeviceTrees(drafter, scene.pages, top_k=top_k, simulation=simulation, graphs=False)
+        device = DeviceTrees(
+            drafter, scene.pages, top_k=top_k, simulation=simulation, graphs=False, conditioner=conditioner
+        )
         for count in (1, 2, 3):
             for nodes in (1, 8, 9, 40):
                 asks = scene.asks(nodes=(nodes, max(1, nodes - 3)), depths=(5, 1))[:count]

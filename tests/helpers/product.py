@@ -175,7 +175,11 @@ class LiveProduct:
     def _make_proposer(self, drafter: Drafter, cache: ContextCache, **options: Any) -> Proposer:
         proposer = Proposer(drafter, cache, **options)
         self.trees = ScriptedTrees(
-            drafter, cache.pages, top_k=options["top_k"], simulation=options["simulation"]
+            drafter,
+            cache.pages,
+            top_k=options["top_k"],
+            simulation=options["simulation"],
+            conditioner=options["conditioner"],
         )
         proposer.trees = self.trees
         return proposer

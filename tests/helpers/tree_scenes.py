@@ -7,9 +7,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
-from tiny_drafters import changed
+from tiny_drafters import VOCAB, changed
 
+from draft_service.bigrams import Bigrams, Pairs
 from draft_service.block_attention import ContextPages
 from draft_service.drafter import Drafter
 from draft_service.host_trees import Ask
@@ -102,6 +104,13 @@ class Scene:
             )
             for i, session in enumerate(self.sessions)
         ]
+
+
+def some_bigrams(device: torch.device | str = "cpu") -> Bigrams:
+    """A table in which each token is followed by few others, often."""
+    counts = np.random.default_rng(3).integers(0, 6, (VOCAB, VOCAB)) ** 4
+    first, second = np.nonzero(counts)
+    return Bigrams(Pairs(first, second, counts[first, second], counts.sum(1)), device)
 
 
 def features(drafter: Drafter, number: int, first: int, count: int) -> torch.Tensor:

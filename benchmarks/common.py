@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,6 +18,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent
 SETS = ("humaneval", "gsm8k_test", "mt_bench")
+UNREAL = ("dummy_weights", "simulated_acceptance")
+"""What a model of ours says of itself in /v1/models where figures or texts are not those of a real one."""
 
 
 def load_prompts(names: Sequence[str], count: int) -> list[str]:
@@ -44,22 +47,30 @@ def provenance() -> dict[str, Any]:
         text=True,
         check=False,
     ).stdout.strip()
-    versions = {}
+    versions: dict[str, str | None] = {}
     for name in ("torch", "transformers", "grpcio", "tokenizers"):
         try:
             versions[name] = version(name)
         except PackageNotFoundError:
             versions[name] = None
     return {
-        "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "argv": [Path(sys.argv[0]).name, *_without_keys(sys.argv[1:])],
         "revision": revision,
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "python": platform.python_version(),
         "cpu": cpu,
-        "cores": len(__import__("os").sched_getaffinity(0)),
+        "cores": len(os.sched_getaffinity(0)),
         "avx512_bf16": "avx512_bf16" in flags,
         "versions": versions,
     }
+
+
+def _without_keys(words: Sequence[str]) -> list[str]:
+    """A command line fit to be published: what follows --api-key is not in it."""
+    shown = [word.partition("=")[0] + "=***" if word.startswith("--api-key=") else word for word in words]
+    return [
+        "***" if before == "--api-key" else word for before, word in zip(["", *shown], shown, strict=False)
+    ]
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -100,7 +111,7 @@ def synthetic(url: str) -> dict[str, Any]:
     import httpx
 
     model = httpx.get(f"{url}/v1/models", timeout=10.0).json()["data"][0]
-    found = {name: model.get(name) for name in ("dummy_weights", "simulated_acceptance")}
+    found = {name: model.get(name) for name in UNREAL}
     return {name: value for name, value in found.items() if value}
 
 
@@ -140,8 +151,13 @@ def free_port() -> int:
 
 
 @contextmanager
-def serve(*flags: str, start_timeout_s: float = 240.0) -> Iterator[RunningStack]:
-    """Run `specbridge serve` with `flags` on a free port; ready when /health answers 200."""
+def serve(
+    *flags: str, start_timeout_s: float = 240.0, env: Mapping[str, str] | None = None, log: Path | None = None
+) -> Iterator[RunningStack]:
+    """Run `specbridge serve` with `flags` on a free port; ready when /health answers 200.
+
+    env: variables beyond this process's. log: the file that its log lines go to; None: stderr.
+    """
     import httpx
 
     port = free_port()
@@ -156,7 +172,11 @@ def serve(*flags: str, start_timeout_s: float = 240.0) -> Iterator[RunningStack]
         "--log-level=warning",
         *flags,
     ]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    with log.open("wb") if log is not None else nullcontext() as lines:
+        process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=lines, env={**os.environ, **(env or {})}
+        )
+    client = httpx.Client(timeout=2.0)  # one for all: each new one reads the system's certificates
     try:
         deadline = time.monotonic() + start_timeout_s
         url = f"http://127.0.0.1:{port}"
@@ -164,7 +184,7 @@ def serve(*flags: str, start_timeout_s: float = 240.0) -> Iterator[RunningStack]
             if process.poll() is not None:
                 raise SystemExit(f"{' '.join(command)} ended with exit code {process.returncode}")
             try:
-                if httpx.get(f"{url}/health", timeout=2.0).status_code == 200:
+                if client.get(f"{url}/health").status_code == 200:
                     break
             except httpx.HTTPError:
                 pass  # not listening yet
@@ -173,6 +193,7 @@ def serve(*flags: str, start_timeout_s: float = 240.0) -> Iterator[RunningStack]
             time.sleep(0.2)
         yield RunningStack(url, process)
     finally:
+        client.close()
         process.terminate()
         try:
             process.wait(30)

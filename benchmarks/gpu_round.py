@@ -122,10 +122,15 @@ def _drafter(settings: DraftSettings, *, plain_only: bool) -> DrafterConfig | No
         files.close()
 
 
+def acceptance_of(simulate: str) -> str:
+    """--simulate's: a file of benchmarks/acceptance by its name, or what was given."""
+    known = ROOT / "acceptance" / f"{simulate}.json"
+    return str(known) if known.is_file() else simulate
+
+
 def parts_of(args: argparse.Namespace) -> dict[str, Callable[[Setup], Part]]:
     """Those that are asked for, in order."""
-    acceptance = ROOT / "acceptance" / f"{args.simulate}.json"
-    simulate = str(acceptance) if acceptance.is_file() else args.simulate
+    simulate = acceptance_of(args.simulate)
     options = stack.Options(
         model=args.model,
         draft=args.draft,
@@ -189,10 +194,10 @@ def closing(found: Mapping[str, Part]) -> Part:
     return part
 
 
-def command_line(argv: Sequence[str]) -> str:
+def command_line(argv: Sequence[str], module: str = "gpu_round") -> str:
     """What was run, without the places of this machine."""
     shown = [Path(word).name if word.startswith(("/", "~")) else word for word in argv]
-    return " ".join(["python -m benchmarks.gpu_round", *shown])
+    return " ".join([f"python -m benchmarks.{module}", *shown])
 
 
 def clean(value: Any) -> Any:
@@ -204,12 +209,47 @@ def clean(value: Any) -> Any:
     return [clean(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def write(out: Path | None, head: dict[str, Any], found: Mapping[str, Part]) -> None:
+def write(
+    out: Path | None,
+    head: dict[str, Any],
+    found: Mapping[str, Part],
+    kept: Mapping[str, Any] | None = None,
+) -> None:
+    """kept: parts of another run, as they were written, for those that are not found."""
     if out is None:
         return
     out.parent.mkdir(parents=True, exist_ok=True)
-    parts = {name: part.to_json() for name, part in found.items()}
+    parts = {**(kept or {}), **{name: part.to_json() for name, part in found.items()}}
     out.write_text(json.dumps(clean({**head, "parts": parts}), indent=1) + "\n")
+
+
+def run_parts(
+    parts: Mapping[str, Callable[[], Part]],
+    budget: Budget,
+    device: torch.device,
+    save: Callable[[Mapping[str, Part]], None],
+) -> tuple[dict[str, Part], bool]:
+    """What each found, shown as it comes; and whether one failed. save: called with all so far."""
+    found: dict[str, Part] = {}
+    failed = False
+    for name, measure in parts.items():
+        if not budget.fits(1.0):
+            found[name] = Part(notes=["left out for want of time"])
+        else:
+            began = time.monotonic()
+            try:
+                found[name] = measure()
+            except Exception as error:
+                # One part's trouble: told here and in the file, and the others go on.
+                failed = True
+                traceback.print_exc()
+                found[name] = Part(notes=[f"failed: {type(error).__name__}: {str(error)[:500]}"])
+            found[name].figures["part took s"] = time.monotonic() - began
+        gc.collect()
+        release(device)
+        print(f"\n## {name}\n\n{found[name].text()}", flush=True)
+        save(found)
+    return found, failed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -247,25 +287,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     if not args.model:
         print(f"\nDUMMY WEIGHTS, SIMULATED ACCEPTANCE ({args.simulate}): only times are real", flush=True)
-    found: dict[str, Part] = {}
-    failed = False
-    for name, measure in parts.items():
-        if not setup.budget.fits(1.0):
-            found[name] = Part(notes=["left out for want of time"])
-        else:
-            began = time.monotonic()
-            try:
-                found[name] = measure(setup)
-            except Exception as error:
-                # One part's trouble: told here and in the file, and the others go on.
-                failed = True
-                traceback.print_exc()
-                found[name] = Part(notes=[f"failed: {type(error).__name__}: {str(error)[:500]}"])
-            found[name].figures["part took s"] = time.monotonic() - began
-        gc.collect()
-        release(setup.device)
-        print(f"\n## {name}\n\n{found[name].text()}", flush=True)
-        write(args.out, head, found)
+    steps = {name: partial(measure, setup) for name, measure in parts.items()}
+    found, failed = run_parts(steps, setup.budget, setup.device, partial(write, args.out, head))
     found["closing"] = closing(found)
     print(f"\n{found['closing'].text()}", flush=True)
     write(args.out, head, found)

@@ -117,6 +117,9 @@ class Watched:
                 return left
             time.sleep(0.2)
 
+    def close(self) -> None:
+        self._client.close()
+
 
 class Client:
     """One client's endless stream of requests. outcomes: how they ended."""

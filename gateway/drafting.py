@@ -75,8 +75,9 @@ class Drafting(Standing):
         observer: RoundObserver,
         running: Callable[[], int],
         flush: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(link, policy, limits=limits, observer=observer, running=running)
+        super().__init__(link, policy, limits=limits, observer=observer, running=running, clock=clock)
         self._flush = flush
         self._pending: dict[int, Exchange[DraftResult, DraftTimings]] = {}
 
@@ -154,7 +155,7 @@ class Drafting(Standing):
         """Fill in the entries' trees as far as the draft answers in time; its faults never raise."""
         phase = DraftPhase()
         causes: Counter[str] = Counter()
-        candidates = self.candidates(entries, target=target, now=time.monotonic(), causes=causes)
+        candidates = self.candidates(entries, target=target, now=self.clock(), causes=causes)
         plan = self._policy.plan(candidates, beside)
         if plan.drafts:
             plan = _caught_up(plan, entries, causes)
@@ -194,15 +195,15 @@ class Drafting(Standing):
             if nodes
         )
         phase.drafted, phase.asked = len(proposes), sum(plan.nodes)
-        started = time.monotonic()
+        started = self.clock()
         exchange = self.link.send(proposes, [p.session for p in proposes])
         self._flush()
         complete = await self.link.wait(exchange, self._limits.draft_timeout)
-        phase.wait_s = time.monotonic() - started
+        phase.wait_s = self.clock() - started
         phase.timings = exchange.timings
         if not complete and self.link.pending(exchange):
             self._pending[cohort] = exchange
-        now = time.monotonic()
+        now = self.clock()
         trees: list[DraftTree] = []
         for entry, nodes in zip(entries, plan.nodes, strict=True):
             tree = EMPTY_TREE

@@ -98,8 +98,10 @@ class Link(ABC, Generic[InfoT, RequestT, ReplyT, ResultT, OpenT, TimingsT, ItemT
         on_result: Callable[[ResultT], None],
         on_up: Callable[[InfoT, bool], None],
         on_down: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.client = client
+        self._clock = clock
         self.info: InfoT | None = None
         self.up = False
         self._on_result = on_result
@@ -162,7 +164,7 @@ class Link(ABC, Generic[InfoT, RequestT, ReplyT, ResultT, OpenT, TimingsT, ItemT
     def send(self, items: tuple[ItemT, ...], keys: Iterable[SessionKey]) -> Exchange[ResultT, TimingsT]:
         """Send a batch that `wait` will wait for. A dead stream gives an exchange that has failed already."""
         self.flush()
-        exchange: Exchange[ResultT, TimingsT] = Exchange(self._take_batch_id(), keys, time.monotonic())
+        exchange: Exchange[ResultT, TimingsT] = Exchange(self._take_batch_id(), keys, self._clock())
         try:
             self.client.send(self._request(exchange.batch_id, (), items, ()))
         except Unavailable as error:

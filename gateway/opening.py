@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import time
 from collections.abc import Callable
 
 from gateway.drafting import Drafting
@@ -95,7 +94,7 @@ class Opener:
 
     def _left(self, session: Session) -> float:
         """Seconds until the session is given up."""
-        now = time.monotonic()
+        now = self._drafting.clock()
         if session.outage_since is None:
             session.outage_since = now
         return max(0.0, session.outage_since + self._limits.give_up - now)
@@ -145,7 +144,7 @@ class Opener:
         if session.draft is DraftStanding.OFF:
             return None
         loop = asyncio.get_running_loop()
-        session.draft_closed(time.monotonic())
+        session.draft_closed(drafting.clock())
         if not drafting.available:
             cause = "draft_mismatch" if drafting.mismatch else "draft_down"
             self._observer.on_fallback(cause, 1)
@@ -156,7 +155,7 @@ class Opener:
         future: asyncio.Future[DraftResult | None] = loop.create_future()
         session.draft_reply = future
         session.draft = DraftStanding.OPENING
-        session.draft_sent_at = time.monotonic()
+        session.draft_sent_at = drafting.clock()
         result: DraftResult | None = None
         cause = "draft_down"
         try:
@@ -177,5 +176,5 @@ class Opener:
             cause = "draft_error"
             log.info("session %s: the draft refused the open: %s", session.key, result.error)
         self._observer.on_fallback(cause, 1)
-        drafting.lost(session, time.monotonic())
+        drafting.lost(session, drafting.clock())
         return None

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 from gateway.budget import BudgetPolicy, Outcome
@@ -63,7 +64,9 @@ class RoundRunner:
         limits: SchedulerLimits,
         observer: RoundObserver,
         host: RoundHost,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._decisions = DecisionLog()
         self._cohorts = cohorts
         # Of two cohorts one is at the draft at a time: in step they would be one cohort in all but name.
@@ -92,20 +95,20 @@ class RoundRunner:
                     self._host.fail(session, InternalError(f"a round failed: {error}"))
 
     async def _round(self, cohort: Cohort) -> None:
-        asked = time.monotonic()
+        asked = self._clock()
         in_use = self._cohorts.in_use
         if in_use == 1:
             started = asked
             entries, phase = await self._draft(cohort)
         else:
             async with self._turn:
-                started = time.monotonic()
+                started = self._clock()
                 entries, phase = await self._draft(cohort)
         # Readers may have gone, the target may have broken, while the draft was at work.
         entries = [e for e in entries if e.session.phase is Phase.RUNNING and e.session.key == e.key]
         if not entries:
             return
-        sent = time.monotonic()
+        sent = self._clock()
         exchange = self._target.send(
             tuple(Verify(e.key, e.base, e.tree, e.defer_rows) for e in entries), [e.key for e in entries]
         )
@@ -113,7 +116,7 @@ class RoundRunner:
             entry.session.rows_deferred = entry.defer_rows
         self.wake_readers()
         complete = await self._target.wait(exchange, self._limits.target_timeout)
-        answered = time.monotonic()
+        answered = self._clock()
         tokens, outcomes = self._apply(entries, exchange.results)
         if not complete:
             self._broken(entries, exchange.results, exchange.failure)
@@ -124,7 +127,7 @@ class RoundRunner:
             exchange.timings,
             tokens=tokens,
             outcomes=outcomes,
-            total_s=time.monotonic() - started,
+            total_s=self._clock() - started,
             verify_wait_s=answered - sent,
             turn_wait_s=started - asked,
             cohorts=in_use,
@@ -139,7 +142,7 @@ class RoundRunner:
         info = self._target.info
         assert info is not None
         block_size = self._drafting.block_size
-        self._drafting.reopen(list(cohort.running.values()), time.monotonic())
+        self._drafting.reopen(list(cohort.running.values()), self._clock())
         entries = [
             entry_for(session, block_size=block_size, max_length=info.max_length)
             for session in cohort.running.values()

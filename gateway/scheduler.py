@@ -12,6 +12,7 @@ import contextlib
 import logging
 import secrets
 import time
+from collections.abc import Callable
 
 from gateway.admission import Admission, check_request
 from gateway.budget import BudgetPolicy
@@ -27,20 +28,9 @@ from gateway.report import GatewayReport
 from gateway.rounds import RoundRunner
 from gateway.session import DraftStanding, Phase, Session, longest_stall
 from gateway.stream import GenerationStream
-from specbridge.errors import (
-    DeadlineExceeded,
-    SpecBridgeError,
-    Unavailable,
-)
+from specbridge.errors import DeadlineExceeded, SpecBridgeError, Unavailable
 from specbridge.logs import request_id
-from specbridge.rounds import (
-    DraftInfo,
-    DraftResult,
-    SessionKey,
-    TargetInfo,
-    TargetResult,
-    TargetResultKind,
-)
+from specbridge.rounds import DraftInfo, DraftResult, SessionKey, TargetInfo, TargetResult, TargetResultKind
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +46,10 @@ class Scheduler:
         limits: SchedulerLimits | None = None,
         policy: BudgetPolicy | None = None,
         observer: RoundObserver | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """clock: seconds; the event loop's own where time is simulated (benchmarks.simulate)."""
+        self._clock = clock
         self.limits = limits or SchedulerLimits()
         self.instance = secrets.token_bytes(16)
         self._observer: RoundObserver = observer or NullObserver()
@@ -65,10 +58,15 @@ class Scheduler:
             on_result=self._on_target_result,
             on_up=lambda info, same: self._on_target_up(info),
             on_down=self._on_target_down,
+            clock=clock,
         )
         self._draft = (
             DraftLink(
-                draft, on_result=self._on_draft_result, on_up=self._on_draft_up, on_down=self._on_draft_down
+                draft,
+                on_result=self._on_draft_result,
+                on_up=self._on_draft_up,
+                on_down=self._on_draft_down,
+                clock=clock,
             )
             if draft is not None
             else None
@@ -81,6 +79,7 @@ class Scheduler:
             observer=self._observer,
             running=lambda: self.running,
             flush=lambda: self._runner.wake_readers(),
+            clock=clock,
         )
         self._target_up = asyncio.Event()
         self._opener = Opener(
@@ -102,9 +101,10 @@ class Scheduler:
             limits=self.limits,
             observer=self._observer,
             host=self,
+            clock=clock,
         )
         self._sessions: dict[int, Session] = {}
-        self._admission = Admission(self.limits, self._target)
+        self._admission = Admission(self.limits, self._target, clock=clock)
         self._target.on_pages = self._admit
         self._next_number = 1
         self._recheck: asyncio.Task[None] | None = None
@@ -185,7 +185,7 @@ class Scheduler:
 
     def longest_stall(self) -> float:
         """See gateway.session.longest_stall. For any thread."""
-        return longest_stall(list(self._sessions.values()), time.monotonic())
+        return longest_stall(list(self._sessions.values()), self._clock())
 
     # ---- admission --------------------------------------------------------------------------
 
@@ -207,7 +207,7 @@ class Scheduler:
             and self.limits.tree_budget > 0,
             target_fingerprint=self._target.info.fingerprint if self._target.info else "",
             observer=self._observer,
-            now=time.monotonic,
+            now=self._clock,
         )
         session.context.run(request_id.set, request.request_id)
         self._next_number += 1
@@ -316,7 +316,7 @@ class Scheduler:
     def _on_draft_up(self, info: DraftInfo, same: bool) -> None:
         self._observer.on_connection("draft", True, "")
         self._check_draft()
-        now = time.monotonic()
+        now = self._clock()
         for session in self._sessions.values():
             # The same process kept its sessions (their lease); those it dropped after all answer STALE.
             if not same or session.draft is not DraftStanding.OPEN:
@@ -327,7 +327,7 @@ class Scheduler:
         if self._closed:
             return
         self._observer.on_connection("draft", False, reason)
-        now = time.monotonic()
+        now = self._clock()
         for session in self._sessions.values():
             if session.draft_reply is not None and not session.draft_reply.done():
                 session.draft_reply.set_result(None)
@@ -355,7 +355,7 @@ class Scheduler:
     def _on_draft_result(self, result: DraftResult) -> None:
         session = self._current(result.session)
         if session is not None:
-            self._drafting.on_result(session, result, time.monotonic())
+            self._drafting.on_result(session, result, self._clock())
 
     def _on_first(self, session: Session, result: TargetResult) -> None:
         if session.phase is not Phase.OPENING:
@@ -380,7 +380,7 @@ class Scheduler:
         self._observer.on_reopen("target", cause)
         session.context.run(log.info, "session %s: %s at the target, opening it again", session.key, cause)
         if session.outage_since is None:
-            session.outage_since = time.monotonic()
+            session.outage_since = self._clock()
         self._open(session)
 
     def _preempted(self, session: Session) -> None:
@@ -393,6 +393,6 @@ class Scheduler:
         if session.draft_key is not None and self._draft is not None:
             self._draft.release(session.draft_key)
             session.draft_key = None
-        session.draft_closed(time.monotonic())
+        session.draft_closed(self._clock())
         self._admission.put_back(session)
         self._admit()

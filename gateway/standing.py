@@ -9,6 +9,7 @@ first open (opening) nor rounds (drafting).
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 
 from gateway.budget import BudgetPolicy
@@ -56,8 +57,10 @@ class Standing:
         limits: SchedulerLimits,
         observer: RoundObserver,
         running: Callable[[], int],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """running(): sessions that have a place, opening or running."""
+        self.clock = clock
         self.link = link
         self.mismatch = ""
         self._policy = policy

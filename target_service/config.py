@@ -85,9 +85,7 @@ class TargetSettings(Settings):
     draft trees gives the same bits whatever else runs, unless KV pages run short. Slower.
     """
     cuda_graphs: bool = True
-    """On a GPU, capture passes that recur in CUDA graphs; off, the same passes launch by launch. One rank
-    only, for now: with tp > 1 passes are never captured.
-    """
+    """On a GPU, capture passes that recur in CUDA graphs; off, the same passes launch by launch."""
     session_lease: float = Field(default=10.0, gt=0)
     """Seconds that sessions outlive a broken Rounds stream."""
     idle_lease: float = Field(default=600.0, gt=0)

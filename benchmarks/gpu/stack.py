@@ -68,10 +68,13 @@ class Arm:
 
 @dataclass(slots=True)
 class Stream:
-    """One request. events: when how many tokens came."""
+    """One request. events: when how many tokens came. ids: these tokens. drafted, accepted: nodes."""
 
     events: list[tuple[float, int]] = field(default_factory=list)
     rounds: int = 0
+    ids: list[int] = field(default_factory=list)
+    drafted: int = 0
+    accepted: int = 0
 
     @property
     def first(self) -> float:
@@ -114,20 +117,27 @@ def tokens_per_s(bursts: Sequence[Burst]) -> float:
 
 
 async def one_stream(
-    client: httpx.AsyncClient, asked: Mapping[str, Any], max_tokens: int, nodes: int
+    client: httpx.AsyncClient,
+    asked: Mapping[str, Any],
+    max_tokens: int,
+    nodes: int,
+    stream: Stream | None = None,
 ) -> Stream:
-    """A greedy completion, streamed. Raises RuntimeError for an answer that is none."""
+    """A completion, streamed, greedy unless `asked` says otherwise. stream: filled while it goes on.
+
+    Raises RuntimeError for an answer that is none.
+    """
     body: dict[str, Any] = {
+        "temperature": 0,
         **asked,
         "max_tokens": max_tokens,
-        "temperature": 0,
         "stream": True,
         "return_token_ids": True,
         "stream_options": {"include_usage": True},
     }
     if nodes:
         body["max_tree_nodes"] = nodes
-    stream = Stream()
+    stream = Stream() if stream is None else stream
     path = "/v1/chat/completions" if "messages" in asked else "/v1/completions"
     async with client.stream("POST", path, json=body) as response:
         if response.status_code != 200:
@@ -142,8 +152,11 @@ async def one_stream(
             for choice in event.get("choices") or ():
                 if choice.get("token_ids"):
                     stream.events.append((at, len(choice["token_ids"])))
+                    stream.ids += choice["token_ids"]
             stats = (event.get("metrics") or {}).get("speculative_decoding") or {}
             stream.rounds = stats.get("num_rounds", stream.rounds)
+            stream.drafted = stats.get("num_draft_tokens", stream.drafted)
+            stream.accepted = stats.get("num_accepted_draft_tokens", stream.accepted)
     if not stream.events:
         raise RuntimeError("a request brought no token")
     return stream

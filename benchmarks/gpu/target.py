@@ -37,7 +37,7 @@ RING_ROWS = 32
 """Ring slots a session: more than a path can be long."""
 HEADER = (
     "graphs", "sessions", "context", "nodes", "rows", "accepted", "device ms", "host ms", "floor ms",
-    "device / floor", "device / plain", "host / plain",
+    "device / floor", "device / plain", "host / plain", "collectives ms",
 )  # fmt: skip
 
 
@@ -210,6 +210,22 @@ class StepTimer:
         return Timed(statistics.median(device), typical)
 
 
+class CollectiveMean:
+    """Of the passes from here on: what they spend in collectives, `-` where that can't be told, as of passes
+    that are replayed from a graph (those without graphs tell it) or of one rank."""
+
+    def __init__(self, runner: Runner, step: Step) -> None:
+        self._clock = runner.collectives
+        if self._clock is not None:
+            for _ in range(WARM):  # what is compiled or connected first is not to be counted
+                runner.run(step)
+            self._seconds, self._steps = self._clock.seconds, self._clock.steps
+
+    def ms(self) -> float | str:
+        seen = self._clock.steps - self._steps if self._clock is not None else 0
+        return (self._clock.seconds - self._seconds) / seen * 1e3 if self._clock is not None and seen else "-"
+
+
 def linears_of(runner: Runner) -> list[PackedLinear]:
     """Every product of the model, the head last."""
     weights = runner._shard._pass._decoder._weights
@@ -245,7 +261,9 @@ class Measured:
                 size = (RING_ROWS * len(sessions.pages), len(setup.taps) * runner.config.hidden_size)
                 runner.set_ring(torch.zeros(size, dtype=runner.activation_dtype, device=runner.device))
             step = sessions.accepting(case)
+            clock = CollectiveMean(runner, step)
             timed = timer(step, setup.repeats)
+            collectives = clock.ms()
             base = plain.setdefault((case.sessions, case.context), timed)
             found = accepted(step, runner.run(step).choices, case.nodes + 1)
             bytes_read = self._sizes.step(case.rows, case.sessions * case.context)
@@ -254,7 +272,7 @@ class Measured:
                 ["on" if graphs else "off", case.sessions, case.context,
                  f"{case.nodes}{' captured' * case.captured}", case.rows, found, timed.device_ms,
                  timed.host_ms, floor, timed.device_ms / floor, timed.device_ms / base.device_ms,
-                 timed.host_ms / base.host_ms]
+                 timed.host_ms / base.host_ms, collectives]
             )  # fmt: skip
             if graphs:
                 self.times[case] = timed

@@ -13,8 +13,9 @@ import pytest
 import torch
 from draft_bench import Bench
 from tiny_drafters import VOCAB, changed
-from tree_scenes import CASES, Scene, assert_same_trees, features
+from tree_scenes import CASES, Scene, assert_same_trees, features, some_bigrams
 
+from draft_service.conditional_tree import Conditioner
 from draft_service.context_cache import AppendFailures, ContextCache, NewRows
 from draft_service.device_appends import ROW_BUCKETS
 from draft_service.device_trees import SESSION_BUCKETS, DeviceTrees
@@ -77,6 +78,28 @@ def test_trees_equal_the_cpu_s(case: str, graphs: bool, build: Callable[..., Any
     trees = device_trees(here, graphs=graphs)
     assert_same_trees(trees.grow(here.asks(**shape)).trees, host_trees(there).grow(there.asks(**shape)).trees)
     assert trees.captured == (graphs and cuda.available())
+
+
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "launches"])
+@pytest.mark.parametrize("top_k", [None, 1])
+@pytest.mark.parametrize("case", ["sliding and full", "reduced vocabulary, biases"])
+def test_conditional_trees_equal_the_cpu_s(
+    case: str, top_k: int | None, graphs: bool, build: Callable[..., Any]
+) -> None:
+    config, options = CASES[case]
+    here, there = on_both(build, config, **options)
+    horizon = here.drafter.config.horizon
+    trees = device_trees(
+        here, graphs=graphs, top_k=top_k, conditioner=Conditioner(some_bigrams(DEVICE), horizon)
+    )
+    host = host_trees(there, top_k=top_k, conditioner=Conditioner(some_bigrams(), horizon))
+    for nodes in (5, 40):
+        shape = {"nodes": (nodes, 3, nodes - 1), "depths": (9, 2, 4)}
+        assert_same_trees(trees.grow(here.asks(**shape)).trees, host.grow(there.asks(**shape)).trees)
+        ours = here.asks(**shape)
+        with no_waiting():
+            trees.grow(ours)
+    assert trees.captured == (2 if graphs and cuda.available() else 0)
 
 
 def test_float64_runs_by_the_references(build: Callable[..., Any]) -> None:

@@ -1,5 +1,5 @@
-"""Compiles Triton kernels of small ops and token losses for an NVIDIA GPU on a machine without one. A script,
-run by a test.
+"""Compiles Triton kernels of small ops, conditional trees and token losses for an NVIDIA GPU on a machine
+without one. A script, run by a test.
 
 Triton's compiler needs no device, only its launcher does: a driver that names the target stands in for the
 real one, and every launch stops after compiling. Tensors are on the CPU and keep what they hold. Prints a
@@ -17,6 +17,8 @@ from triton.runtime.jit import JITFunction
 
 from benchmarks.kernels_small import Shape, cases
 from kernels import cuda
+from kernels.conditional_tree import PairTable, Weights, pack_conditional_trees, step_scores
+from kernels.marginals import Candidates
 from kernels.token_loss import Logits, LossTerms, row_losses, write_gradient
 
 CAPABILITY = 90
@@ -59,6 +61,20 @@ def main() -> None:
         token_loss(terms)
         for name, size in names:
             print("token_loss", name, size)
+    names.clear()
+    conditional_tree()
+    for name, size in names:
+        print("conditional_tree", name, size)
+
+
+def conditional_tree() -> None:
+    vocab, pairs, depths = 300, 9, 3
+    table = PairTable(torch.arange(pairs), *(torch.ones(n) for n in (pairs, vocab, vocab)), prior=60.0)
+    candidates = Candidates(torch.zeros(2, depths, 32), torch.zeros(2, depths, 32, dtype=torch.int32))
+    logits = torch.zeros(2, depths, vocab, dtype=torch.bfloat16)
+    weights = Weights(torch.ones(depths), torch.ones(depths))
+    steps = step_scores(candidates, logits, torch.zeros(2), table, weights)
+    pack_conditional_trees(steps, *[torch.ones(2, dtype=torch.int32)] * 2, nodes=64)
 
 
 def token_loss(terms: LossTerms) -> None:

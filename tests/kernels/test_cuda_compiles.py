@@ -38,6 +38,7 @@ def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
         "publish_rows",
         "append_context",
         "token_loss",
+        "conditional_tree",
     }
     assert {op for op, _, _ in lines} == ops
     assert all(int(size) > 0 for _, _, size in lines)

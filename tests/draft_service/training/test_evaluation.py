@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 from product import LiveProduct, request_for
-from tiny import make_drafter, make_target
+from tiny import VOCAB_SIZE, make_drafter, make_target
 
+from draft_service.bigrams import Pairs, write_bigrams
 from draft_service.training.evaluation import CHAIN, HeldOut, Replay, Rounds, accepted_depths
 from draft_service.training.evaluation_report import ALL, Tally
 from draft_service.training.evaluation_run import compare
-from draft_service.training.scoring import PLAIN, SHARED, ScoringRule, parse_rule
+from draft_service.training.scoring import BIGRAM, PLAIN, SHARED, ScoringRule, parse_rule
 from specbridge.errors import ConfigError
 from specbridge.rounds import SamplingParams
 from target_service.offline import Generator, OfflineRequest, load_generator
@@ -34,23 +36,51 @@ class Scene:
 
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    with make_scene(tmp_path_factory.mktemp("evaluation")) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def scene_with_bigrams(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    with make_scene(tmp_path_factory.mktemp("bigrams"), bigrams=True) as made:
+        yield made
+
+
+@contextmanager
+def make_scene(root: Path, *, bigrams: bool = False) -> Iterator[Scene]:
     """Logits that are nearly flat: two models then agree on little but the noise they share."""
-    root = tmp_path_factory.mktemp("evaluation")
     target = make_target(root / "target", scale=0.09)
     draft = make_drafter(root / "draft", scale=0.09)
+    if bigrams:
+        write_bigrams(draft, some_pairs(target), {})
     replay = Replay.load(draft, target, device="cpu", dtype="float64", length=LENGTH)
     generator = load_generator(str(target), device="cpu", dtype="float64", length=LENGTH, slots=4)
     with LiveProduct(target, draft) as product:
         yield Scene(product, replay, generator, target)
 
 
+def some_pairs(target: Path) -> Pairs:
+    """Of the texts that are compared, as if seen often: else the drafter is hardly ever right."""
+    generator = load_generator(str(target), device="cpu", dtype="float64", length=LENGTH, slots=4)
+    counts = np.zeros((VOCAB_SIZE, VOCAB_SIZE), np.int64)
+    for text in generated(generator, 0.8):
+        tokens, first = text.tokens, len(text.prompt)
+        np.add.at(counts, (tokens[first - 1 : -1], tokens[first:]), 100)
+    first, second = np.nonzero(counts)
+    return Pairs(first, second, counts[first, second], counts.sum(1))
+
+
 def held_out(scene: Scene, temperature: float) -> list[HeldOut]:
+    return generated(scene.generator, temperature)
+
+
+def generated(generator: Generator, temperature: float) -> list[HeldOut]:
     prompts = [tuple((7 * i + 3 * j) % 250 for j in range(5 + 9 * i)) for i in range(4)]
     asked = [
         OfflineRequest(i, p, temperature, 2**53 - 1 - i, TOKENS if i else TOKENS // 2)
         for i, p in enumerate(prompts)
     ]
-    texts = {text.key: text for text in scene.generator.generate(asked)}
+    texts = {text.key: text for text in generator.generate(asked)}
     return [
         HeldOut(prompts[i], texts[i].tokens, temperature, one.seed, one.max_tokens, group=f"file {i % 2}")
         for i, one in enumerate(asked)
@@ -68,9 +98,17 @@ def features(scene: Scene, texts: list[HeldOut]) -> list[torch.Tensor]:
 @pytest.mark.parametrize(("temperature", "sizes"), [(0.0, (CHAIN, 64)), (0.8, SIZES)])
 def test_rounds_are_those_of_the_product(scene: Scene, temperature: float, sizes: tuple[int, ...]) -> None:
     """Round by round, the last ones with their shallow trees included."""
+    compare_rounds(scene, temperature, sizes, SHARED)
+
+
+def test_rounds_with_bigrams_are_those_of_the_product(scene_with_bigrams: Scene) -> None:
+    compare_rounds(scene_with_bigrams, 0.8, SIZES, BIGRAM)
+
+
+def compare_rounds(scene: Scene, temperature: float, sizes: tuple[int, ...], rule: ScoringRule) -> None:
     texts = held_out(scene, temperature)
     replayed = [
-        scene.replay.rounds(text, rows, [SHARED], sizes)
+        scene.replay.rounds(text, rows, [rule], sizes)
         for text, rows in zip(texts, features(scene, texts), strict=True)
     ]
     deep = 0
@@ -89,7 +127,7 @@ def test_rounds_are_those_of_the_product(scene: Scene, temperature: float, sizes
         run = scene.product.run(requests, budget=size or scene.product.horizon)
         assert run.tokens == [text.response for text in texts]
         for found, text in zip(replayed, run.texts, strict=True):
-            ours, theirs = found[SHARED.name, size], text.stats
+            ours, theirs = found[rule.name, size], text.stats
             # A round with one token to go has no tree, and is none of the steps.
             steps = len(theirs.per_step_accepted)
             assert list(ours.accepted[:steps]) == list(theirs.per_step_accepted)

@@ -1,0 +1,1 @@
+"""Parts of benchmarks.simulate: the real scheduler in virtual time, against services that are only costs."""

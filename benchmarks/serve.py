@@ -364,5 +364,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit ends a run as Ctrl-C does
+    # A time limit ends a run as Ctrl-C does: by asyncio's own handler while a loop runs, since what is raised
+    # in a protocol's callback is lost there.
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     sys.exit(main())

@@ -8,13 +8,14 @@ import os
 import platform
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parent
 SETS = ("humaneval", "gsm8k_test", "mt_bench")
@@ -154,12 +155,12 @@ def free_port() -> int:
 def serve(
     *flags: str, start_timeout_s: float = 240.0, env: Mapping[str, str] | None = None, log: Path | None = None
 ) -> Iterator[RunningStack]:
-    """Run `specbridge serve` with `flags` on a free port; ready when /health answers 200.
+    """Run `specbridge serve` with `flags` on a free port; ready when it says that it serves: by then its
+    gateway has met the draft, which /health does not wait for.
 
     env: variables beyond this process's. log: the file that its log lines go to; None: stderr.
+    Raises SystemExit if it ends, or is not ready in time.
     """
-    import httpx
-
     port = free_port()
     command = [
         sys.executable,
@@ -172,30 +173,35 @@ def serve(
         "--log-level=warning",
         *flags,
     ]
-    with log.open("wb") if log is not None else nullcontext() as lines:
-        process = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=lines, env={**os.environ, **(env or {})}
-        )
-    client = httpx.Client(timeout=2.0)  # one for all: each new one reads the system's certificates
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env={**os.environ, **(env or {})}
+    )
+    serving = threading.Event()
+    reader = threading.Thread(target=_forward, args=(process.stderr, log, serving), daemon=True)
+    reader.start()
     try:
         deadline = time.monotonic() + start_timeout_s
-        url = f"http://127.0.0.1:{port}"
-        while True:
+        while not serving.wait(0.2):
             if process.poll() is not None:
+                reader.join(5.0)
                 raise SystemExit(f"{' '.join(command)} ended with exit code {process.returncode}")
-            try:
-                if client.get(f"{url}/health").status_code == 200:
-                    break
-            except httpx.HTTPError:
-                pass  # not listening yet
             if time.monotonic() > deadline:
                 raise SystemExit(f"{' '.join(command)} was not ready after {start_timeout_s:.0f} s")
-            time.sleep(0.2)
-        yield RunningStack(url, process)
+        yield RunningStack(f"http://127.0.0.1:{port}", process)
     finally:
-        client.close()
         process.terminate()
         try:
             process.wait(30)
         except subprocess.TimeoutExpired:
             process.kill()
+        reader.join(5.0)
+
+
+def _forward(lines: IO[bytes], log: Path | None, serving: threading.Event) -> None:
+    """A stack's lines to where they shall go, until it ends; sets `serving` at the one that says so."""
+    with lines, log.open("wb") if log is not None else nullcontext(sys.stderr.buffer) as out:
+        for line in lines:
+            out.write(line)
+            out.flush()
+            if line.startswith(b"SpecBridge serves"):
+                serving.set()

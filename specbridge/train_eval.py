@@ -39,8 +39,8 @@ def add_eval(actions: Any, name: str) -> None:
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0], metavar="T")
     parser.add_argument(
         "--rules", nargs="+", default=["plain", "shared"], metavar="RULE",
-        help="how positions are scored: plain, shared (served), bigrams, plain-bigrams, or "
-        "a=..,b=..,floor=.. (draft_service/training/scoring.py) (default: plain shared)",
+        help="how positions are scored: plain, shared, bigrams (served, given its table), plain-bigrams, "
+        "or a=..,b=..,floor=.. (draft_service/training/scoring.py) (default: plain shared)",
     )  # fmt: skip
     parser.add_argument(
         "--nodes", default=DEFAULT_NODES, help="sizes of trees, 0 for the chain (default: %(default)s)"

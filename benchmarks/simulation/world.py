@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
@@ -64,7 +65,7 @@ class Wire:
         asyncio.get_running_loop().call_later(self._seconds, lambda: self._under_way.popleft()())
 
 
-class Service(Generic[RequestT]):
+class Service(ABC, Generic[RequestT]):
     """A gateway.clients.Client whose service is simulated: what both have in common.
 
     Sending and taking in an answer is the gateway thread's work, in the order in which it came.
@@ -109,16 +110,17 @@ class Service(Generic[RequestT]):
 
     # ---- as the service sees it ---------------------------------------------------------------
 
+    @abstractmethod
     def make_info(self) -> Any:
-        raise NotImplementedError
+        """The service's GetInfo."""
 
+    @abstractmethod
     def sessions_of(self, message: Any) -> int:
         """Sessions in a message of either direction."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def _engine(self) -> None:
         """The service's one thread."""
-        raise NotImplementedError
 
     def _arrive(self, request: RequestT) -> None:
         self._inbox.append((request, self.world.now()))

@@ -30,6 +30,12 @@ DOCKERFILE = (ROOT / "Dockerfile").read_text()
 PROMETHEUS: dict[str, Any] = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())
 PACKAGES = ("protos", "specbridge", "kernels", "target_service", "draft_service", "gateway")
 ROLES = ("target", "draft", "gateway")
+# gRPC's own words, with no frame but its own, if a stop cancels a stream just as its handler ends: no error,
+# and nothing that a service could catch.
+GRPC_STOPPED = re.compile(
+    r"Traceback \(most recent call last\):\n  File \"\S+/aio/server\.pyx\.pxi\", line \d+, in "
+    r"grpc\._cython\.cygrpc\._schedule_rpc_coro\nasyncio\.exceptions\.CancelledError\n"
+)
 
 
 def role(name: str) -> str:
@@ -311,4 +317,4 @@ def test_the_commands_run_outside_containers_as_written(tmp_path: Path, model_fo
     assert sum(map(float, sent)) > 0, "the hidden states went another way than through shared memory"
     assert "specbridge_gateway_generation_tokens_total" in shown["gateway"]
     assert result["exit_codes"] == dict.fromkeys(ROLES, 0), logs
-    assert "Traceback" not in logs
+    assert "Traceback" not in GRPC_STOPPED.sub("", logs)

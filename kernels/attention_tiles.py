@@ -49,8 +49,9 @@ class Tiling:
 # shared memory (2 * block_n * head size * 2 bytes a stage, beside the queries), a tile's scores and output in
 # registers. Small tiles are bound by memory: long blocks keep many loads in flight, so that one program a
 # multiprocessor is enough, and more parts would only be more to merge. Large ones are bound by the tensor
-# cores, which want 64 rows for each group of 4 warps. Tiles of 256 rows, and 16 rows beside the 128 so that a
-# tree's anchor needs no tile of its own, were measured too: their registers cost more than they save.
+# cores, which want 64 rows for each group of 4 warps. Tiles of 256 rows, 16 rows beside the 128 so that a
+# tree's anchor needs no tile of its own, and a block's product with V issued late, to run beside the next
+# one's softmax, were measured too and are slower.
 _HALF: dict[tuple[int, int], Tiling] = {
     (64, 16): Tiling(16, 128, 4, 3, resident=3),
     (64, 32): Tiling(32, 128, 4, 3, resident=2),
@@ -66,13 +67,19 @@ _HALF: dict[tuple[int, int], Tiling] = {
     (256, 128): Tiling(128, 32, 8, 2),
 }
 
+# Two programs a multiprocessor, one at its softmax while the other has the tensor cores. K and V are read
+# twice as often as by tiles of 128, which pays as far as measured (516 rows x heads) where fewer rows of the
+# last tile are empty.
+_HALVES = Tiling(64, 64, 4, 3, resident=2, min_blocks=4)
+_HALVES_MOST = 576
+
 
 def choose_tiling(*, packed_rows: int, head_dim: int, dtype: torch.dtype) -> Tiling:
     """The tiling for sessions of up to packed_rows rows x heads per KV head. Raises ValueError for head sizes
     above 256.
 
     One tile for a whole session as long as it fits, since every further one reads K and V again (from the
-    second-level cache at best).
+    second-level cache at best); beyond, tiles that leave fewer rows empty.
     """
     width = max(64, 1 << (head_dim - 1).bit_length())
     if width > 256:
@@ -82,4 +89,7 @@ def choose_tiling(*, packed_rows: int, head_dim: int, dtype: torch.dtype) -> Til
         block_m = 16 if packed_rows <= 16 or width == 256 else 32
         return Tiling(block_m, 32, 8, 1 if width == 256 else 2, resident=2)
     block_m = min(max(16, 1 << (packed_rows - 1).bit_length()), 128)
+    odd = -(-packed_rows // 64) % 2 == 1
+    if width == 128 and 128 < packed_rows <= _HALVES_MOST and odd:
+        return _HALVES
     return _HALF[width, block_m]

@@ -1,5 +1,5 @@
-"""Compiles Triton kernels of small ops, conditional trees and token losses for an NVIDIA GPU on a machine
-without one. A script, run by a test.
+"""Compiles Triton kernels of small ops, attention, conditional trees and token losses for an NVIDIA GPU on a
+machine without one. A script, run by a test.
 
 Triton's compiler needs no device, only its launcher does: a driver that names the target stands in for the
 real one, and every launch stops after compiling. Tensors are on the CPU and keep what they hold. Prints a
@@ -19,6 +19,8 @@ from benchmarks.kernels_small import Shape, cases
 from kernels import cuda
 from kernels.conditional_tree import PairTable, Weights, pack_conditional_trees, step_scores
 from kernels.marginals import Candidates
+from kernels.ragged import TREE, RaggedSegment, pack_ragged
+from kernels.ragged_attention import make_workspace, ragged_attention
 from kernels.token_loss import Logits, LossTerms, row_losses, write_gradient
 
 CAPABILITY = 90
@@ -61,10 +63,37 @@ def main() -> None:
         token_loss(terms)
         for name, size in names:
             print("token_loss", name, size)
+    for rows in (1, 65):
+        names.clear()
+        attention(rows)
+        for name, size in names:
+            print("ragged_attention", name, size)
     names.clear()
     conditional_tree()
     for name, size in names:
         print("conditional_tree", name, size)
+
+
+def attention(rows: int) -> None:
+    """With the table's tiling for a session of so many rows."""
+    heads, kv_heads, head_dim, page = 32, 8, 128, 16
+    batch = pack_ragged([RaggedSegment(rows, 2 * page, (0, 1), TREE, range(-1, rows - 1))])
+    workspace = make_workspace(
+        rows=rows,
+        sessions=1,
+        most_rows=rows,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        page_size=page,
+        dtype=torch.bfloat16,
+        device="cpu",
+        processors=132,
+    )
+    workspace.plan(batch)
+    q, k, v = (torch.zeros(rows, n, head_dim, dtype=torch.bfloat16) for n in (heads, kv_heads, kv_heads))
+    pages = torch.zeros(2, page, kv_heads, head_dim, dtype=torch.bfloat16)
+    ragged_attention(q, k, v, pages, pages.clone(), batch, scale=1.0, workspace=workspace)
 
 
 def conditional_tree() -> None:

@@ -276,6 +276,19 @@ def test_page_sizes(page: int, triton_device: torch.device) -> None:
     check(case([(TREE, 5, 70), (CHAIN, 1, 64)], page=page), triton_device, window=Window(rows=30))
 
 
+@pytest.mark.parametrize("page, processors", [(16, 6), (64, 1), (8, 6)])
+def test_parts_of_no_one_and_many_context_blocks(
+    page: int, processors: int, triton_device: torch.device
+) -> None:
+    """A block's page ids are loaded with the block before it, within the part."""
+    made = case(
+        [(TREE, 13, 290), (CHAIN, 1, 64), (CHAIN, 40, 31), (BLOCK, 9, 32), (TREE, 4, 0), (CHAIN, 20, 90)],
+        page=page,
+    )
+    for window in (EVERYTHING, Window(rows=30), Window(context=70)):
+        check(made, triton_device, processors=processors, window=window)
+
+
 def test_padding_gives_zeros_and_is_not_seen(triton_device: torch.device) -> None:
     made = case([(TREE, 5, 20), (CHAIN, 1, 33)], rows=23, sessions=7, most_rows=8, pages=5)
     made.k_new[6:] = made.v_new[6:] = float("nan")
@@ -420,6 +433,11 @@ def test_tilings() -> None:
         choose_tiling(packed_rows=1, head_dim=512, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="power of two"):
         Tiling(48, 64, 4, 2)
+    rows = {
+        packed: choose_tiling(packed_rows=packed, head_dim=128, dtype=torch.bfloat16).block_m
+        for packed in (64, 68, 128, 132, 200, 260, 516, 8192)
+    }
+    assert rows == {64: 64, 68: 128, 128: 128, 132: 64, 200: 128, 260: 64, 516: 64, 8192: 128}
     sizes = {"rows": 17, "sessions": 1, "most_rows": 17, "heads": 32, "kv_heads": 8, "head_dim": 128}
     floats = workspace_floats(**sizes, dtype=torch.bfloat16, device="cpu")
     made = make_workspace(

@@ -1,6 +1,6 @@
 """What the hidden-state channel adds to a round, and the rate at which rows are read, per transport.
 
-    python -m benchmarks.channel [--taps 5 --hidden 4096] [--rows 5] [--hand-offs 1000] [--out channel.json]
+    python -m benchmarks.channel [--taps 5 --hidden 4096] [--rows 5] [--hand-offs 2000] [--out channel.json]
 
 Three processes, as in the product: a gateway (this one), a target and a draft, each with its engine's thread
 beside an event loop, with the product's messages between them. In a round the target writes --rows rows on
@@ -10,14 +10,15 @@ own: everything else is the same. Without a GPU shared_memory and inline are mea
 GPU 0 to itself, shared_memory and inline from it to the CPU; with two also cuda_ipc from GPU 0 to GPU 1.
 
     adds us      a round with the hand-off minus one without it, as the gateway sees them, medians by block:
-                 all that reserving, marking (event record), announcing, receiving, the wait for the event
-                 and acknowledging make the round longer; also what other threads take from the engine's
+                 all that reserving, marking, announcing, receiving and acknowledging make the round longer;
+                 also what other threads take from the engine's
     round us     the round without it
-    publish us   of that, in the target's engine thread: reserve before the step, mark and publish after it
-    take us      in the draft's: the chunk's rows as a tensor, with the wait for the event on its stream
+    reserve us   of that, in the target's engine thread: reserve before the step, mark after it
+    publish us   there, after the answer, as the target's engine does it
+    take us      in the draft's: the chunk's rows as a tensor, which may have to wait on its stream
     ack us       there, after the answer: the fence behind the reading (event record), the acknowledgement
     late us      asked for a tree → chunk there; 0: it came first, as it should, one message against two
-    one way us   publish begun → chunk in the draft's hands
+    one way us   rows written → chunk in the draft's hands
     read GB/s    a chunk of --bulk-rows rows from the ring into the draft's own memory (bytes read / time)
     local GB/s   a copy of as many bytes inside of the draft's own memory in the same run: the device's rate
     of local     the one by the other
@@ -185,22 +186,23 @@ def measure(
 
 def figures(
     rounds: dict[int, int],
-    published: dict[int, tuple[int, int]],
+    published: dict[int, tuple[int, int, int]],
     taken: dict[int, tuple[int, int, int, int]],
     rates: dict[str, float],
 ) -> list[float]:
     """The columns from `adds us` on."""
     blocks: dict[int, list[int]] = {}
     for batch_id, took in rounds.items():
-        if batch_id % BLOCK:
+        if batch_id % BLOCK >= BLOCK // 2:
             blocks.setdefault(batch_id // BLOCK, []).append(took)
     first = min(blocks) + len(blocks) // 10 // 2 * 2  # until everything has been touched a few times
     middle = {block: statistics.median(times) / 1e3 for block, times in blocks.items()}
     without = [middle[block + 1] for block in range(first, max(middle), 2)]
     adds = [middle[block] - middle[block + 1] for block in range(first, max(middle), 2)]
-    mine = [i for i in published if first * BLOCK <= i < BULK and i % BLOCK]
+    mine = [i for i in published if first * BLOCK <= i < BULK and i % BLOCK >= BLOCK // 2]
     steps = [
         [published[i][1] for i in mine],
+        [published[i][2] for i in mine],
         [taken[i][2] for i in mine],
         [taken[i][3] for i in mine],
         [taken[i][1] for i in mine],
@@ -219,7 +221,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rows", type=int, default=5, help="rows of a hand-off: an accepted path")
     parser.add_argument("--bulk-rows", type=int, default=2048, help="rows of the chunk that is timed")
-    parser.add_argument("--hand-offs", type=int, default=1000)
+    parser.add_argument("--hand-offs", type=int, default=2000)
     args = parser.parse_args()
     layout = ChannelLayout(args.taps * args.hidden, args.dtype)
     gpus = torch.cuda.device_count()
@@ -227,8 +229,8 @@ def main() -> None:
     cases = [("cuda_ipc", source, f"cuda:{i}") for i in range(min(gpus, 2))]
     cases += [("shared_memory", source, "cpu"), ("inline", source, "cpu")]
     rows = [measure(*case, layout, args) for case in cases]
-    header = ["transport", "path", "adds us", "round us", "publish us", "take us", "ack us", "late us"]
-    header += ["one way us", "read GB/s", "local GB/s", "of local"]
+    header = ["transport", "path", "adds us", "round us", "reserve us", "publish us", "take us"]
+    header += ["ack us", "late us", "one way us", "read GB/s", "local GB/s", "of local"]
     names = [torch.cuda.get_device_name(i) for i in range(gpus)]
     shape = {"row_bytes": layout.row_bytes, "hand_off_rows": args.rows, "gpus": names}
     report("channel", header, rows, args.out, **shape)

@@ -298,7 +298,7 @@ class ChannelReply(_message.Message):
     def __init__(self, offer: _Optional[_Union[Offer, _Mapping]] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ..., chunks: _Optional[_Union[Chunks, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
 
 class Offer(_message.Message):
-    __slots__ = ("transport", "location", "handle", "slots", "row_width", "dtype", "data_offset", "nonce_length", "events")
+    __slots__ = ("transport", "location", "handle", "slots", "row_width", "dtype", "data_offset", "nonce_length")
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     LOCATION_FIELD_NUMBER: _ClassVar[int]
     HANDLE_FIELD_NUMBER: _ClassVar[int]
@@ -307,7 +307,6 @@ class Offer(_message.Message):
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     DATA_OFFSET_FIELD_NUMBER: _ClassVar[int]
     NONCE_LENGTH_FIELD_NUMBER: _ClassVar[int]
-    EVENTS_FIELD_NUMBER: _ClassVar[int]
     transport: str
     location: str
     handle: bytes
@@ -316,8 +315,7 @@ class Offer(_message.Message):
     dtype: str
     data_offset: int
     nonce_length: int
-    events: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, transport: _Optional[str] = ..., location: _Optional[str] = ..., handle: _Optional[bytes] = ..., slots: _Optional[int] = ..., row_width: _Optional[int] = ..., dtype: _Optional[str] = ..., data_offset: _Optional[int] = ..., nonce_length: _Optional[int] = ..., events: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    def __init__(self, transport: _Optional[str] = ..., location: _Optional[str] = ..., handle: _Optional[bytes] = ..., slots: _Optional[int] = ..., row_width: _Optional[int] = ..., dtype: _Optional[str] = ..., data_offset: _Optional[int] = ..., nonce_length: _Optional[int] = ...) -> None: ...
 
 class Attached(_message.Message):
     __slots__ = ("transport", "reason", "epoch", "slots", "row_width", "dtype")
@@ -342,7 +340,7 @@ class Chunks(_message.Message):
     def __init__(self, chunks: _Optional[_Iterable[_Union[Chunk, _Mapping]]] = ...) -> None: ...
 
 class Chunk(_message.Message):
-    __slots__ = ("chunk_id", "session", "first_position", "count", "first_slot", "generation", "tokens", "anchor", "has_anchor", "data", "event_number")
+    __slots__ = ("chunk_id", "session", "first_position", "count", "first_slot", "generation", "tokens", "anchor", "has_anchor", "data", "mark")
     CHUNK_ID_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     FIRST_POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -353,7 +351,7 @@ class Chunk(_message.Message):
     ANCHOR_FIELD_NUMBER: _ClassVar[int]
     HAS_ANCHOR_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
-    EVENT_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    MARK_FIELD_NUMBER: _ClassVar[int]
     chunk_id: int
     session: _common_pb2.SessionKey
     first_position: int
@@ -364,8 +362,8 @@ class Chunk(_message.Message):
     anchor: int
     has_anchor: bool
     data: bytes
-    event_number: int
-    def __init__(self, chunk_id: _Optional[int] = ..., session: _Optional[_Union[_common_pb2.SessionKey, _Mapping]] = ..., first_position: _Optional[int] = ..., count: _Optional[int] = ..., first_slot: _Optional[int] = ..., generation: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., anchor: _Optional[int] = ..., has_anchor: _Optional[bool] = ..., data: _Optional[bytes] = ..., event_number: _Optional[int] = ...) -> None: ...
+    mark: int
+    def __init__(self, chunk_id: _Optional[int] = ..., session: _Optional[_Union[_common_pb2.SessionKey, _Mapping]] = ..., first_position: _Optional[int] = ..., count: _Optional[int] = ..., first_slot: _Optional[int] = ..., generation: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., anchor: _Optional[int] = ..., has_anchor: _Optional[bool] = ..., data: _Optional[bytes] = ..., mark: _Optional[int] = ...) -> None: ...
 
 class Refused(_message.Message):
     __slots__ = ("error",)

@@ -245,7 +245,7 @@ class Engine:
             for work in self._next_work(wait=False):
                 self._guard(work)
             self._book.fail_all(self.failure or Unavailable("the target service is shutting down"))
-            self._book.flush()
+            self._answer()
         except Exception as error:
             self._defect("the last answers failed", error)
         finally:
@@ -259,11 +259,11 @@ class Engine:
         if failure is not None:
             # Answers only: whatever else there is may be what broke.
             self._book.fail_all(failure)
-            self._book.flush()
+            self._answer()
             return False
         now = time.monotonic()
         self._book.expire(now=now)
-        self._book.flush()
+        self._answer()
         ran = not self._closing and self._step()
         if self.failure is not None:
             self._book.fail_all(self.failure)
@@ -271,8 +271,13 @@ class Engine:
             self._checked = now
             self._check()
         self._book.update_gauges()
-        self._book.flush()
+        self._answer()
         return ran
+
+    def _answer(self) -> None:
+        """Send what has piled up: answers first, which somebody waits for."""
+        self._book.flush()
+        self._capture.flush()
 
     def _next_work(self, *, wait: bool) -> list[Callable[[], None]]:
         with self._wake:

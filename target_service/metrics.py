@@ -189,7 +189,6 @@ class ChannelCollector(Collector):
                 counts.lease_timeouts,
             ),
             ("refused", "Attachments refused", counts.refused),
-            ("shared_events", "Chunks announced behind another chunk's event", counts.shared_events),
         ):
             yield CounterMetricFamily(f"{prefix}_{name}", text, value=amount)
         handles = GaugeMetricFamily(

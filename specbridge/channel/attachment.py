@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from specbridge.channel.base import REACHED, ChannelStats, Mark, ProducerMemory
+from specbridge.channel.base import ChannelStats, ProducerMemory
 from specbridge.channel.outbox import Outbox
 from specbridge.channel.ring import Ring, Span
 
@@ -53,13 +53,13 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A chunk on its way: its id, its slots, the event behind its rows' writing (0: written) and, for inline,
+    """A chunk on its way: its id, its slots, the mark behind its rows' writing (0: written) and, for inline,
     its bytes.
     """
 
     chunk_id: int
     span: Span
-    event: int
+    mark: int
     payload: bytes
 
 
@@ -94,10 +94,10 @@ class Attachment(Generic[Message]):
         self._lease_s = lease_s
         self._lock = threading.Lock()
         self._closed = False
-        self._outstanding: dict[int, tuple[Span, int]] = {}
+        self._outstanding: dict[int, Span] = {}
         # First slots of what may be written from now on, and the mark behind all that has been.
         self._unmarked: set[int] = set()
-        self._marked = REACHED
+        self._marked = 0
         self._last_sign = time.monotonic()
         self._full_since: float | None = None
 
@@ -130,9 +130,7 @@ class Attachment(Generic[Message]):
 
     def mark_written(self) -> None:
         """All reservations made so far have been written, or will be by what the current stream was told."""
-        before, self._marked = self._marked, self._mark()
-        if before.event:
-            self.memory.let_go(before.event)
+        self._marked = self.memory.mark()
         self._unmarked.clear()
 
     def publish(self, reservation: Reservation, count: int) -> Published | None:
@@ -142,7 +140,7 @@ class Attachment(Generic[Message]):
             self._drop(span)
             return None
         payload = self.memory.payload(span.first, span.count)
-        event = self._event_of(span)
+        mark = self._mark_of(span)
         with self._lock:
             if self._closed:
                 self._drop(span)
@@ -151,30 +149,22 @@ class Attachment(Generic[Message]):
             if not self._outstanding:
                 # An idle consumer owes no sign of life; the lease runs from its first chunk on.
                 self._last_sign = time.monotonic()
-            self._outstanding[chunk_id] = (span, event)
+            self._outstanding[chunk_id] = span
         self._stats.moved(self.transport, count, count * self._row_bytes)
-        return Published(chunk_id, span, event, payload)
+        return Published(chunk_id, span, mark, payload)
 
     def cancel(self, reservation: Reservation) -> None:
         self._unmarked.discard(reservation.span.first)
         self.ring.free(reservation.span)
 
-    def _event_of(self, span: Span) -> int:
-        """The event behind the writing of a span, held for the chunk: that of the latest mark, if it was
-        made after the rows were written; or one of its own.
+    def _mark_of(self, span: Span) -> int:
+        """The mark behind the writing of a span: the latest, if it was made after the rows were written; or
+        one of its own.
         """
-        if span.first in self._unmarked:
-            self._unmarked.discard(span.first)
-            return self._mark().event
-        if self._marked.event:
-            self.memory.hold(self._marked.event)
-        return self._marked.event
-
-    def _mark(self) -> Mark:
-        mark = self.memory.mark()
-        if mark.shared:
-            self._stats.add("shared_events")
-        return mark
+        if span.first not in self._unmarked:
+            return self._marked
+        self._unmarked.discard(span.first)
+        return self.memory.mark()
 
     def _drop(self, span: Span) -> None:
         self._unmarked.discard(span.first)
@@ -192,13 +182,10 @@ class Attachment(Generic[Message]):
         acked = unknown = 0
         for chunk_id in chunk_ids:
             with self._lock:
-                held = self._outstanding.pop(chunk_id, None)
-            if held is None:
+                span = self._outstanding.pop(chunk_id, None)
+            if span is None:
                 unknown += 1
                 continue
-            span, event = held
-            if event:
-                self.memory.let_go(event)
             self.ring.free(span)
             acked += 1
         if acked:

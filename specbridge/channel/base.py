@@ -102,8 +102,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class MemoryOffer:
-    """A ring that the producer proposes to share. data_offset: bytes before the first row. events: handles of
-    the events that a chunk's `event` counts, from 1 on."""
+    """A ring that the producer proposes to share. data_offset: bytes before the first row."""
 
     transport: str
     slots: int
@@ -112,22 +111,6 @@ class MemoryOffer:
     handle: bytes = b""
     data_offset: int = 0
     nonce_length: int = 0
-    events: tuple[bytes, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """A point in the order of writing. event: number of the event that fires there; 0: it has been reached.
-
-    shared: no event was free, so that one which stands for earlier writes now stands for these as well.
-    """
-
-    event: int = 0
-    shared: bool = False
-
-
-REACHED = Mark()
-"""Of memory that has been written when the call that writes it returns."""
 
 
 class ProducerMemory(Protocol):
@@ -145,14 +128,10 @@ class ProducerMemory(Protocol):
     def payload(self, first_slot: int, count: int) -> bytes:
         """What travels in the descriptor itself: the rows' bytes for inline, nothing otherwise."""
 
-    def mark(self) -> Mark:
-        """A mark behind all that this thread's current stream was told to write so far, with one holder."""
-
-    def hold(self, event: int) -> None:
-        """One more holder of a mark's event: it is not used for another mark before the last lets go."""
-
-    def let_go(self, event: int) -> None:
-        """One holder less. For any thread."""
+    def mark(self) -> int:
+        """A mark behind all that this thread's current stream was told to write so far: what the consumer is
+        to `wait` for. 0: it has been written. For the engine's thread.
+        """
 
     def settled(self) -> None:
         """The handshake is over, one way or the other: drop what other processes could still find."""
@@ -162,10 +141,9 @@ class ProducerMemory(Protocol):
 
 
 class ConsumerMemory(Protocol):
-    """The consumer's half of a transport. events: how many a chunk may name."""
+    """The consumer's half of a transport."""
 
     nonce: bytes
-    events: int
 
     def rows(self, first_slot: int, count: int, payload: bytes) -> torch.Tensor:
         """The rows of these slots, [count, row_width], without a copy where the memory is shared."""
@@ -173,8 +151,8 @@ class ConsumerMemory(Protocol):
     def generation_is(self, first_slot: int, count: int, generation: int) -> bool:
         """Whether these slots still hold what was published under `generation`."""
 
-    def wait(self, event: int) -> None:
-        """What this thread's current stream is told from now on comes after event number `event`. The host
+    def wait(self, mark: int) -> None:
+        """What this thread's current stream is told from now on comes after a producer's `mark`. The host
         does not wait.
         """
 
@@ -196,16 +174,10 @@ Fence = Callable[[], bool]
 class HostMemory:
     """What both halves of the transports in host memory share: nothing there runs ahead of the host."""
 
-    events = 0
+    def mark(self) -> int:
+        return 0
 
-    def mark(self) -> Mark:
-        return REACHED
-
-    def hold(self, event: int) -> None: ...
-
-    def let_go(self, event: int) -> None: ...
-
-    def wait(self, event: int) -> None: ...
+    def wait(self, mark: int) -> None: ...
 
     def fence(self) -> Fence | None:
         return None
@@ -273,7 +245,6 @@ class ChannelSnapshot:
     lease_timeouts: int = 0
     recaptures: int = 0
     refused: int = 0
-    shared_events: int = 0
     overtaken: int = 0
 
 

@@ -49,7 +49,13 @@ SENDING_BYTES_S = 20e6
 """Weights of a projection are given a second for as many bytes."""
 
 FENCE_PAUSE_S = 0.0005
-"""Between two looks at whether the device has finished reading; acknowledgements are in no hurry."""
+"""Between two looks at whether the device has finished reading."""
+
+ACK_PAUSE_S = 0.02
+"""Acknowledgements are gathered for so long: each message costs both ends' event loops more than the slots
+are worth."""
+HURRY = 8
+"""They don't wait once they are for a ring's 1/HURRY."""
 
 Message = target_pb2.ChannelRequest | tuple[int, ...]
 """What the writer sends: a message, or chunk ids that it merges into one Ack."""
@@ -57,10 +63,10 @@ Message = target_pb2.ChannelRequest | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """Chunks that a device is still reading."""
+    """Chunks that have been read, or that a device is still reading."""
 
     chunks: tuple[ReceivedChunk, ...]
-    done: Fence
+    done: Fence | None
 
 
 class HiddenStateClient:
@@ -122,6 +128,7 @@ class HiddenStateClient:
         self._memory: ConsumerMemory | None = None
         self._held: dict[int, ReceivedChunk] = {}
         self._being_read: set[int] = set()
+        self._gathered_rows = 0
         self._task: asyncio.Task[None] | None = None
 
     # ---- any thread -----------------------------------------------------------------------------
@@ -140,17 +147,18 @@ class HiddenStateClient:
         the target learns of it when the device has come there. Ids of an earlier attachment, and repeated
         ones, are ignored.
         """
-        outbox, memory, reading, held = self._outbox, self._memory, self._reading, self._held
+        memory, reading, held, info = self._memory, self._reading, self._held, self.info
         # Popping leaves nothing for an id that is named twice.
         mine = tuple([chunk for i in chunk_ids if (chunk := held.pop(i, None)) is not None])
-        if outbox is None or memory is None or reading is None or not mine:
+        if memory is None or reading is None or info is None or not mine:
             return
         done = memory.fence()
-        if done is None:
-            self._acknowledge(outbox, mine)
-        else:
-            self._being_read.update(chunk.chunk_id for chunk in mine)
-            reading.put(_Reading(mine, done))
+        if done is not None:
+            self._being_read.update([chunk.chunk_id for chunk in mine])
+        reading.put(_Reading(mine, done))
+        self._gathered_rows += sum([chunk.count for chunk in mine])
+        if self._gathered_rows * HURRY >= info.slots:
+            reading.hurry()
 
     def recapture(self, session: SessionKey, first: int, cause: str) -> bool:
         """Ask the target for a session's rows from `first` on. False while detached: nobody to ask."""
@@ -336,21 +344,26 @@ class HiddenStateClient:
     async def _finish_reading(self, call: Any, reading: Outbox[_Reading], outbox: Outbox[Message]) -> None:
         """Acknowledge what the device has read. Fences come in order, so only the first is asked."""
         try:
-            while (batch := await reading.take()) is not None:
+            while (batch := await reading.take(gather_s=ACK_PAUSE_S)) is not None:
+                self._gathered_rows = 0
                 for item in batch:
-                    while not item.done():
-                        await asyncio.sleep(FENCE_PAUSE_S)
-                    overtaken = [chunk for chunk in item.chunks if not chunk.valid()]
-                    if overtaken:
-                        self.stats.add("overtaken", len(overtaken))
-                        why = f"the target wrote over {len(overtaken)} chunks that were being read"
-                        log.error("%s", why)
-                        self._on_spoilt(why)
-                    self._being_read.difference_update(chunk.chunk_id for chunk in item.chunks)
+                    if item.done is not None:
+                        await self._read_by_device(item.chunks, item.done)
                     self._acknowledge(outbox, item.chunks)
         except SpecBridgeError as error:  # the device fails, and with it all that is read from here on
             log.error("can't tell what the device has read, detaching: %s", error)
             call.cancel()
+
+    async def _read_by_device(self, chunks: Sequence[ReceivedChunk], done: Fence) -> None:
+        while not done():
+            await asyncio.sleep(FENCE_PAUSE_S)
+        overtaken = [chunk for chunk in chunks if not chunk.valid()]
+        if overtaken:
+            self.stats.add("overtaken", len(overtaken))
+            why = f"the target wrote over {len(overtaken)} chunks that were being read"
+            log.error("%s", why)
+            self._on_spoilt(why)
+        self._being_read.difference_update([chunk.chunk_id for chunk in chunks])
 
 
 async def _say(call: Any, message: target_pb2.ChannelRequest) -> None:

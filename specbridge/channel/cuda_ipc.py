@@ -1,24 +1,23 @@
-"""cuda_ipc: the ring is GPU memory that both processes map; what orders reading behind writing is events.
+"""cuda_ipc: the ring is GPU memory that both processes map; what orders reading behind writing is a word.
 
-The memory is one plain device allocation, exported by one handle: nonce at 0, rows from `data_offset` on. A
-pool of interprocess events is exported with it. A chunk names the event recorded behind the writing of its
-rows; the consumer's stream waits for it on the device, and the host for nothing. Generations stand in a small
-host segment (segment.py), so that setting and checking them costs no device work; its lock tells the producer
-whether its consumer still has the memory.
+The memory is one plain device allocation, exported by one handle: nonce at 0, the word (cuda_word.py) that
+the writing streams count up, rows from `data_offset` on. A chunk names the value that stands for the writing
+of its rows, none if they were written when it was published; the consumer's stream waits for it on the
+device, and the host for nothing. A consumer whose target has gone sets the word itself. Generations stand in
+a small host segment (segment.py), so that setting and checking them costs no device work; its lock tells the
+producer whether its consumer still has the memory.
 
 Who gives back what, when: each side holds its part in one object (`_Lease`) that every tensor over the memory
 keeps alive. When the last of them is gone, the thread of releases.py waits for the work that used it; then
 the consumer closes its mapping and lets the segment's lock go (or the kernel does, with the process). Only
-then does the producer free the memory: CUDA does not say what becomes of a mapping of freed memory, or of a
-wait for a destroyed event. Owns that. Does not own the CUDA calls (cuda_memory) or the choice of events
-(cuda_events).
+then does the producer free the memory: CUDA does not say what becomes of a mapping of freed memory. Owns
+that. Does not own the CUDA calls (cuda_memory) or the values of the word (cuda_word).
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -26,13 +25,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from specbridge.channel import cuda_memory, dlpack
-from specbridge.channel.base import ChannelLayout, Fence, Identity, Mark, MemoryOffer
-from specbridge.channel.cuda_events import EventPool
+from specbridge.channel.base import ChannelLayout, Fence, Identity, MemoryOffer
 from specbridge.channel.cuda_memory import CudaCalls
+from specbridge.channel.cuda_word import Marks, Word, covers
 from specbridge.channel.handles import CUDA_MEMORY, HANDLES
 from specbridge.channel.releases import RELEASES
 from specbridge.channel.segment import FOLDER, NONCE_LENGTH, Segment, SegmentView
-from specbridge.errors import SpecBridgeError
+from specbridge.errors import SpecBridgeError, Unsupported
 
 if TYPE_CHECKING:
     import torch
@@ -40,11 +39,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NAME = "cuda_ipc"
-EVENTS = 128
-"""More than the chunks a draft holds back (it appends at 64 rows); chunks of one step may share one."""
+WORD_OFFSET = 256
 DATA_OFFSET = 512
-RESCUE_S = 2.0
-"""A stream that waits for an event of a target that has gone is helped on after so long."""
 
 
 def why_not(own: Identity, peer: Identity) -> str | None:
@@ -69,8 +65,8 @@ def why_not(own: Identity, peer: Identity) -> str | None:
 
 
 def _why_not_here(calls: CudaCalls, own: Identity, peer: Identity) -> str | None:
-    if not calls.shares_events(own.ordinal):
-        return f"GPU {own.ordinal} of the target has no interprocess events"
+    if not calls.waits_for_values(own.ordinal):
+        return f"GPU {own.ordinal} of the target has no stream memory operations"
     if own.device == peer.device:
         return None
     # A GPU that this process does not see may still map the memory: the draft's try tells.
@@ -80,12 +76,22 @@ def _why_not_here(calls: CudaCalls, own: Identity, peer: Identity) -> str | None
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class _Wait:
-    """A stream was told to wait for an event."""
+def _passed(calls: CudaCalls, ordinal: int, streams: set[int], events: list[int]) -> Callable[[], bool]:
+    """Whether `streams` are done with what they had been told when it was asked first; its events go to the
+    list. Never blocks.
+    """
+    fences: dict[int, int] = {}
 
-    event: int
-    stream: int
+    def passed() -> bool:
+        for stream in streams - fences.keys():
+            if calls.capturing(ordinal, stream):
+                return False
+            events.append(event := calls.new_event(ordinal))
+            calls.record(ordinal, event, stream)
+            fences[stream] = event
+        return all(calls.reached(event) for event in fences.values())
+
+    return passed
 
 
 @dataclass(eq=False)
@@ -100,23 +106,16 @@ class _Lease:
     segment: Segment | SegmentView
     pointer: int = 0
     events: list[int] = field(default_factory=list)
-    local_events: list[int] = field(default_factory=list)
     streams: set[int] = field(default_factory=set)
 
     def release(self) -> Callable[[], bool]:
         """A job for releases.py that gives everything back; outlives this object."""
-        calls, ordinal, segment, pointer = self.calls, self.ordinal, self.segment, self.pointer
-        events, streams = (self.events, self.local_events), self.streams
-        fences: dict[int, int] = {}
+        calls, ordinal, segment = self.calls, self.ordinal, self.segment
+        pointer, events = self.pointer, self.events
+        passed = _passed(calls, ordinal, self.streams, events)
 
         def job() -> bool:
-            for stream in streams - fences.keys():
-                if calls.capturing(ordinal, stream):
-                    return False
-                events[1].append(event := calls.new_event(ordinal, shared=False))
-                calls.record(ordinal, event, stream)
-                fences[stream] = event
-            if not all(calls.reached(event) for event in fences.values()):
+            if not passed():
                 return False
             if isinstance(segment, Segment):
                 if not segment.unused():
@@ -127,7 +126,7 @@ class _Lease:
                 calls.close_memory(ordinal, pointer)
             if pointer:
                 HANDLES.closed(CUDA_MEMORY)
-            for event in (*events[0], *events[1]):
+            for event in events:
                 calls.destroy_event(ordinal, event)
             segment.close()
             return True
@@ -139,17 +138,14 @@ class _Lease:
         finalizer = weakref.finalize(self, RELEASES.add, self.release())
         finalizer.atexit = False  # with the process, the driver takes it all
 
-    def record_here(self, event: int) -> int:
-        """Record on this thread's current stream, which is returned; so does wait_here."""
-        stream = self.calls.current_stream(self.ordinal)
-        self.streams.add(stream)
-        self.calls.record(self.ordinal, event, stream)
-        return stream
+    @property
+    def word(self) -> Word:
+        return Word(self.calls, self.ordinal, self.pointer + WORD_OFFSET)
 
-    def wait_here(self, event: int) -> int:
+    def stream(self) -> int:
+        """This thread's current stream, which from now on is one of those that use the memory."""
         stream = self.calls.current_stream(self.ordinal)
         self.streams.add(stream)
-        self.calls.wait(self.ordinal, stream, event)
         return stream
 
 
@@ -167,10 +163,6 @@ class CudaRing:
             HANDLES.opened(CUDA_MEMORY)
             nonce = secrets.token_bytes(NONCE_LENGTH)
             calls.write(ordinal, lease.pointer, nonce)
-            handles = []
-            for _ in range(EVENTS):
-                lease.events.append(event := calls.new_event(ordinal, shared=True))
-                handles.append(calls.export_event(ordinal, event))
             handle = calls.export_memory(ordinal, lease.pointer)
             self._rows = dlpack.view(
                 lease.pointer + DATA_OFFSET, slots, layout, device=calls.torch_device(ordinal), owner=lease
@@ -189,13 +181,8 @@ class CudaRing:
             handle=handle,
             data_offset=DATA_OFFSET,
             nonce_length=NONCE_LENGTH,
-            events=tuple(handles),
         )
-        self._pool = EventPool(
-            EVENTS,
-            record=lambda number: lease.record_here(lease.events[number - 1]),
-            wait=lambda number: lease.wait_here(lease.events[number - 1]),
-        )
+        self._marks = Marks(lease.word, current=lease.stream, idle=lambda stream: calls.idle(ordinal, stream))
 
     def rows(self, first_slot: int, count: int) -> torch.Tensor:
         return self._rows[first_slot : first_slot + count]
@@ -206,14 +193,8 @@ class CudaRing:
     def payload(self, first_slot: int, count: int) -> bytes:
         return b""
 
-    def mark(self) -> Mark:
-        return self._pool.mark()
-
-    def hold(self, event: int) -> None:
-        self._pool.hold(event)
-
-    def let_go(self, event: int) -> None:
-        self._pool.let_go(event)
+    def mark(self) -> int:
+        return self._marks.mark()
 
     def settled(self) -> None:
         self._segment.settled()
@@ -230,10 +211,12 @@ class CudaRingView:
     """
 
     def __init__(self, offer: MemoryOffer, device: str) -> None:
-        if offer.data_offset != DATA_OFFSET or not offer.events:
-            raise ValueError(f"rows start at byte {offer.data_offset}, behind {len(offer.events)} events")
+        if offer.data_offset != DATA_OFFSET:
+            raise ValueError(f"rows start at byte {offer.data_offset}, not {DATA_OFFSET}")
         calls = cuda_memory.cuda_calls()
         ordinal = calls.ordinal(device)
+        if not calls.waits_for_values(ordinal):
+            raise Unsupported(f"GPU {ordinal} of the draft has no stream memory operations")
         RELEASES.start()
         self._segment = SegmentView(
             offer.location, offer.slots, 0, nonce_length=offer.nonce_length, watched=True
@@ -243,9 +226,6 @@ class CudaRingView:
             lease.pointer = calls.open_memory(ordinal, offer.handle)
             HANDLES.opened(CUDA_MEMORY)
             nonce = calls.read(ordinal, lease.pointer, offer.nonce_length)
-            for handle in offer.events:
-                lease.events.append(calls.open_event(ordinal, handle))
-            calls.reached(lease.events[0])  # raises if events can't be asked for from here
             self._rows = dlpack.view(
                 lease.pointer + DATA_OFFSET,
                 offer.slots,
@@ -256,12 +236,16 @@ class CudaRingView:
         finally:
             lease.watch()
         self.nonce = self._segment.nonce + nonce
-        self.events = len(lease.events)
         self._calls = calls
         self._lease = lease
-        # By number, in their order; those that are not known to be over.
-        self._waits: dict[int, _Wait] = {}
-        self._last_wait = 0
+        self._word = lease.word
+        # The latest value that a stream was told to wait for, and the event behind that; telling: not yet.
+        self._awaited = 0
+        self._telling = False
+        self._behind_wait = 0
+        # After the end: the latest value that was certainly reached.
+        self._reached = 0
+        self._on_spoilt: Callable[[str], object] | None = None
         self._fences: deque[int] = deque()
 
     def rows(self, first_slot: int, count: int, payload: bytes) -> torch.Tensor:
@@ -270,67 +254,71 @@ class CudaRingView:
     def generation_is(self, first_slot: int, count: int, generation: int) -> bool:
         return self._segment.generation_is(first_slot, count, generation)
 
-    def wait(self, event: int) -> None:
-        handle = self._lease.events[event - 1]
-        # Mostly it has been reached: then nothing hangs on the other process any more.
-        if not self._calls.reached(handle):
-            stream = self._lease.wait_here(handle)
-            self._last_wait += 1
-            self._waits[self._last_wait] = _Wait(handle, stream)
+    def wait(self, mark: int) -> None:
+        calls, lease = self._calls, self._lease
+        latest = not self._awaited or covers(mark, self._awaited)
+        if latest:
+            self._telling, self._awaited = True, mark
+        # Behind that: `close`, on another thread, sees it, or is seen here.
+        if self._on_spoilt is not None:
+            if not self._reached or not covers(self._reached, mark):
+                self._on_spoilt("rows were read that the target may not have written when the channel ended")
+            return
+        stream = lease.stream()
+        self._word.wait_on(stream, mark)
+        if latest:
+            if not self._behind_wait:
+                self._behind_wait = calls.new_event(lease.ordinal)
+                lease.events.append(self._behind_wait)
+            calls.record(lease.ordinal, self._behind_wait, stream)
+            self._telling = False
 
     def fence(self) -> Fence:
         """All fences of a consumer are asked by one thread."""
-        fences, calls = self._fences, self._calls
+        fences, calls, lease = self._fences, self._calls, self._lease
         if fences:
             event = fences.popleft()
         else:
-            event = calls.new_event(self._lease.ordinal, shared=False)
-            self._lease.local_events.append(event)
-        stream, last, waits = self._lease.record_here(event), self._last_wait, self._waits
+            event = calls.new_event(lease.ordinal)
+            lease.events.append(event)
+        calls.record(lease.ordinal, event, lease.stream())
 
         def reached() -> bool:
             if not calls.reached(event):
                 return False
             fences.append(event)
-            if waits:
-                for number in [n for n in list(waits) if n <= last and waits[n].stream == stream]:
-                    del waits[number]
             return True
 
         return reached
 
     def close(self, on_spoilt: Callable[[str], object]) -> None:
-        """A target that died before its stream came to an event leaves those who wait for it waiting; then
-        this side records the event itself, on a stream of its own. Or the driver takes a dead process's
-        event for reached, and it looks like one that was: so all that waited counts as spoilt.
+        """A target that died before its stream came to a mark leaves those who wait for it waiting: this side
+        sets the word for it. What was read behind a wait that is not known to be over counts as spoilt.
         """
-        waiting = {wait.event for wait in self._waits.values()}
-        if not waiting:
+        self._on_spoilt = on_spoilt
+        awaited = self._awaited
+        if not awaited:
             return
-        stuck = [event for event in waiting if not self._calls.reached(event)]
-        if stuck:
-            RELEASES.add(_rescue(self._lease, stuck))
-        on_spoilt(f"the channel ended before {len(waiting)} of its events, which rows were read behind")
+        if not self._telling and self._calls.reached(self._behind_wait):
+            self._reached = awaited
+            return
+        why = "the channel ended before the target had written rows that a stream waits for"
+        log.warning("%s; it is let go", why)
+        on_spoilt(why)
+        RELEASES.add(_let_go(self._lease, awaited))
 
 
-def _rescue(lease: _Lease, stuck: list[int]) -> Callable[[], bool]:
-    calls, ordinal = lease.calls, lease.ordinal
-    since = time.monotonic()
+def _let_go(lease: _Lease, awaited: int) -> Callable[[], bool]:
+    """Set the word until all who wait have passed: once may not do, since a stream that is stuck may hold up
+    the setting, and a target that lives after all may set an older value, and then die.
+    """
+    passed = _passed(lease.calls, lease.ordinal, set(lease.streams), lease.events)
+    word = lease.word
 
-    def job() -> bool:
-        waiting = [event for event in stuck if not calls.reached(event)]
-        if not waiting:
+    def job(held: _Lease = lease) -> bool:  # so that nothing is given back meanwhile
+        if passed():
             return True
-        if time.monotonic() - since < RESCUE_S:
-            return False
-        stream = calls.new_stream(ordinal)
-        for event in waiting:
-            calls.record(ordinal, event, stream)
-        calls.destroy_stream(ordinal, stream)
-        log.warning(
-            "the target ended before it had written rows that %d events stand for; whoever waits is let go",
-            len(waiting),
-        )
-        return True
+        word.set(awaited)
+        return False
 
     return job

@@ -1,11 +1,10 @@
-"""Raw CUDA: the few calls that sharing GPU memory and events between processes needs.
+"""Raw CUDA: the few calls that sharing GPU memory and its order of use between processes needs.
 
-Owns how they are called: through cuda-bindings' runtime API, on the right device, without disturbing a graph
-capture of another thread, failures as typed errors. Pointers, events and streams are plain integers here.
-Does not own what they are for (cuda_ipc). `CudaCalls` is what it offers; tests put another one in its place.
+Owns how they are called: through cuda-bindings, on the right device, without disturbing a graph capture of
+another thread, failures as typed errors. Pointers, events and streams are plain integers here. Does not own
+what they are for (cuda_ipc). `CudaCalls` is what it offers; tests put another one in its place.
 
-What every hand-off needs (`current_stream`, `record`, `wait`) is one call each: these only queue work on a
-stream, which needs neither its device current nor leave from a thread that captures.
+What every hand-off needs (`current_stream`, `idle`, `record`) is as few calls as can be.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ from specbridge.errors import CapacityError, SpecBridgeError, Unavailable, Unsup
 class CudaCalls(Protocol):
     """All raise Unavailable (CapacityError for want of memory) with the name of the call that failed.
 
-    device: a torch device name. ordinal: a GPU's number in this process. Events have no times.
+    device: a torch device name. ordinal: a GPU's number in this process. Events have no times and stay in the
+    process.
     """
 
     def ordinal(self, device: str) -> int: ...
@@ -38,7 +38,8 @@ class CudaCalls(Protocol):
     def reaches(self, ordinal: int, peer: int) -> bool:
         """Whether one GPU can read another's memory."""
 
-    def shares_events(self, ordinal: int) -> bool: ...
+    def waits_for_values(self, ordinal: int) -> bool:
+        """Whether a stream there can write a value to memory, or wait for one, in its order."""
 
     def allocate(self, ordinal: int, size: int) -> int:
         """Zeroed memory of its own allocation."""
@@ -57,28 +58,31 @@ class CudaCalls(Protocol):
 
     def read(self, ordinal: int, pointer: int, size: int) -> bytes: ...
 
-    def new_event(self, ordinal: int, *, shared: bool) -> int: ...
-
-    def export_event(self, ordinal: int, event: int) -> bytes: ...
-
-    def open_event(self, ordinal: int, handle: bytes) -> int: ...
+    def new_event(self, ordinal: int) -> int: ...
 
     def destroy_event(self, ordinal: int, event: int) -> None: ...
 
     def current_stream(self, ordinal: int) -> int:
         """torch's, of this thread."""
 
-    def new_stream(self, ordinal: int) -> int: ...
-
-    def destroy_stream(self, ordinal: int, stream: int) -> None:
-        """What it was told is still done."""
-
     def capturing(self, ordinal: int, stream: int) -> bool:
         """Whether a graph is being captured from a stream: nothing may be added to it then."""
 
-    def record(self, ordinal: int, event: int, stream: int) -> None: ...
+    def idle(self, ordinal: int, stream: int) -> bool:
+        """Whether all that a stream was told is done, and seen by whoever looks from now on."""
 
-    def wait(self, ordinal: int, stream: int, event: int) -> None: ...
+    def write_value(self, ordinal: int, stream: int, pointer: int, value: int) -> None:
+        """Have the stream write 32 bits, behind all that it was told: whoever sees them sees that, too."""
+
+    def wait_value(self, ordinal: int, stream: int, pointer: int, value: int) -> None:
+        """Have the stream wait until 32 bits there, less `value`, are no negative number."""
+
+    def set_value(self, ordinal: int, pointer: int, value: int) -> None:
+        """Write 32 bits on a stream of its own, without waiting for it. Streams share the device's queues, so
+        that one that is stuck may hold this one up: try again, which takes another.
+        """
+
+    def record(self, ordinal: int, event: int, stream: int) -> None: ...
 
     def reached(self, event: int) -> bool:
         """Whether what was recorded last has come. Never blocks."""
@@ -95,16 +99,18 @@ def cuda_calls() -> CudaCalls:
 
 
 class RuntimeCalls:
-    """CudaCalls by cuda.bindings.runtime. Handles of torch's streams are the same there: both sit on the
-    device's primary context.
+    """CudaCalls by cuda.bindings. Handles of torch's streams are the same there: all sit on the device's
+    primary context.
     """
 
     def __init__(self) -> None:
         try:
-            from cuda.bindings import runtime
+            from cuda.bindings import driver, runtime
         except ImportError as error:
             raise Unsupported(f"the package cuda-bindings can't be used here ({error}); install it") from None
         self._cuda: Any = runtime
+        self._driver: Any = driver
+        self._driver_fine = driver.CUresult.CUDA_SUCCESS
         self._fine = runtime.cudaError_t.cudaSuccess
         self._not_ready = runtime.cudaError_t.cudaErrorNotReady
         self._no_memory = runtime.cudaError_t.cudaErrorMemoryAllocation
@@ -112,8 +118,8 @@ class RuntimeCalls:
         self._device = runtime.cudaGetDevice
         self._exchange = runtime.cudaThreadExchangeStreamCaptureMode
         self._record = runtime.cudaEventRecord
-        self._wait = runtime.cudaStreamWaitEvent
         self._query = runtime.cudaEventQuery
+        self._query_stream = runtime.cudaStreamQuery
         self._raw_stream = _raw_stream()
 
     # ---- devices --------------------------------------------------------------------------------
@@ -140,9 +146,12 @@ class RuntimeCalls:
     def reaches(self, ordinal: int, peer: int) -> bool:
         return bool(self._call("cudaDeviceCanAccessPeer", ordinal, peer))
 
-    def shares_events(self, ordinal: int) -> bool:
-        attribute = self._cuda.cudaDeviceAttr.cudaDevAttrIpcEventSupport
-        return bool(self._call("cudaDeviceGetAttribute", attribute, ordinal))
+    def waits_for_values(self, ordinal: int) -> bool:
+        # Of 64 bits, since it is the one that can be asked for; whoever has them has 32 bits, too.
+        attribute = self._driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS
+        with self._on(ordinal):
+            device = self._drive("cuDeviceGet", ordinal)
+            return bool(self._drive("cuDeviceGetAttribute", attribute, device))
 
     # ---- memory ---------------------------------------------------------------------------------
 
@@ -188,20 +197,9 @@ class RuntimeCalls:
 
     # ---- events and streams ---------------------------------------------------------------------
 
-    def new_event(self, ordinal: int, *, shared: bool) -> int:
-        flags = self._cuda.cudaEventDisableTiming | (self._cuda.cudaEventInterprocess if shared else 0)
+    def new_event(self, ordinal: int) -> int:
         with self._on(ordinal):
-            return int(self._call("cudaEventCreateWithFlags", int(flags)))
-
-    def export_event(self, ordinal: int, event: int) -> bytes:
-        with self._on(ordinal):
-            return bytes(self._call("cudaIpcGetEventHandle", event).reserved)
-
-    def open_event(self, ordinal: int, handle: bytes) -> int:
-        event = self._cuda.cudaIpcEventHandle_t()
-        event.reserved = _sized(handle, len(event.reserved))
-        with self._on(ordinal):
-            return int(self._call("cudaIpcOpenEventHandle", event))
+            return int(self._call("cudaEventCreateWithFlags", int(self._cuda.cudaEventDisableTiming)))
 
     def destroy_event(self, ordinal: int, event: int) -> None:
         with self._on(ordinal):
@@ -209,15 +207,6 @@ class RuntimeCalls:
 
     def current_stream(self, ordinal: int) -> int:
         return self._raw_stream(ordinal)
-
-    def new_stream(self, ordinal: int) -> int:
-        with self._on(ordinal):
-            # Not the legacy default stream's kind: that one makes others wait, or a capture fail.
-            return int(self._call("cudaStreamCreateWithFlags", int(self._cuda.cudaStreamNonBlocking)))
-
-    def destroy_stream(self, ordinal: int, stream: int) -> None:
-        with self._on(ordinal):
-            self._call("cudaStreamDestroy", stream)
 
     def capturing(self, ordinal: int, stream: int) -> bool:
         with self._on(ordinal):
@@ -233,26 +222,32 @@ class RuntimeCalls:
         with self._on(ordinal):
             self._call("cudaEventRecord", event, stream)
 
-    def wait(self, ordinal: int, stream: int, event: int) -> None:
-        if self._means(ordinal, stream):
-            status = self._wait(stream, event, 0)[0]
-            if status != self._fine:
-                raise self._failure("cudaStreamWaitEvent", status)
-            return
-        with self._on(ordinal):
-            self._call("cudaStreamWaitEvent", stream, event, 0)
-
     def reached(self, event: int) -> bool:
-        status, before = self._exchange(self._relaxed)
-        if status != self._fine:  # a device that has failed says so to every call
-            raise self._failure("cudaThreadExchangeStreamCaptureMode", status)
-        try:
-            status = self._query(event)[0]
-        finally:
-            self._exchange(before)
-        if status not in (self._fine, self._not_ready):
-            raise self._failure("cudaEventQuery", status)
-        return bool(status == self._fine)
+        return self._over("cudaEventQuery", self._query, event)
+
+    def idle(self, ordinal: int, stream: int) -> bool:
+        if self._means(ordinal, stream):
+            return self._over("cudaStreamQuery", self._query_stream, stream)
+        with self._on(ordinal):
+            return self._over("cudaStreamQuery", self._query_stream, stream)
+
+    def write_value(self, ordinal: int, stream: int, pointer: int, value: int) -> None:
+        flags = int(self._driver.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT)
+        with self._bound_to(ordinal):
+            self._drive("cuStreamWriteValue32", stream, pointer, value, flags)
+
+    def wait_value(self, ordinal: int, stream: int, pointer: int, value: int) -> None:
+        flags = int(self._driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
+        with self._bound_to(ordinal):
+            self._drive("cuStreamWaitValue32", stream, pointer, value, flags)
+
+    def set_value(self, ordinal: int, pointer: int, value: int) -> None:
+        with self._on(ordinal):
+            stream = int(self._call("cudaStreamCreateWithFlags", int(self._cuda.cudaStreamNonBlocking)))
+            try:
+                self.write_value(ordinal, stream, pointer, value)
+            finally:
+                self._call("cudaStreamDestroy", stream)  # what it was told is still done
 
     # ---- how ------------------------------------------------------------------------------------
 
@@ -261,6 +256,28 @@ class RuntimeCalls:
         of the thread's current device.
         """
         return stream != 0 or bool(self._device()[1] == ordinal)
+
+    def _over(self, name: str, query: Callable[[int], tuple[Any, ...]], thing: int) -> bool:
+        """What a query says, asked as in _unnoticed but without its overhead."""
+        status, before = self._exchange(self._relaxed)
+        if status != self._fine:  # a device that has failed says so to every call
+            raise self._failure("cudaThreadExchangeStreamCaptureMode", status)
+        try:
+            status = query(thing)[0]
+        finally:
+            self._exchange(before)
+        if status not in (self._fine, self._not_ready):
+            raise self._failure(name, status)
+        return bool(status == self._fine)
+
+    @contextlib.contextmanager
+    def _bound_to(self, ordinal: int) -> Iterator[None]:
+        """`_on`, for the driver's calls: they need a thread that has its GPU's context already, which the
+        runtime's calls see to by themselves.
+        """
+        with self._on(ordinal):
+            self._call("cudaSetDevice", ordinal)
+            yield
 
     @contextlib.contextmanager
     def _on(self, ordinal: int) -> Iterator[None]:
@@ -301,6 +318,14 @@ class RuntimeCalls:
         status, *results = getattr(self._cuda, name)(*args)
         if status != self._fine:
             raise self._failure(name, status)
+        return results[0] if results else None
+
+    def _drive(self, name: str, *args: Any) -> Any:
+        """`_call` of the driver's API."""
+        status, *results = getattr(self._driver, name)(*args)
+        if status != self._driver_fine:
+            said = self._driver.cuGetErrorString(status)[1]
+            raise Unavailable(f"{name}: {said.decode()} ({status.name})")
         return results[0] if results else None
 
     def _failure(self, name: str, status: Any) -> SpecBridgeError:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -16,6 +18,7 @@ class Outbox(Generic[T]):
         self._loop = loop
         self._items: deque[T] = deque()
         self._event = asyncio.Event()
+        self._hurry = asyncio.Event()
         self._awake = False
         self._closed = False
 
@@ -29,17 +32,30 @@ class Outbox(Generic[T]):
             self._items.append(item)
             self._wake()
 
+    def hurry(self) -> None:
+        """Thread-safe. `take` gathers no longer."""
+        self._call(self._hurry.set)
+
     def close(self) -> None:
         """Thread-safe. `take` returns what is left, then None."""
         self._closed = True
         self._wake()
+        self.hurry()
 
-    async def take(self) -> list[T] | None:
-        """All items there are, at least one; None once closed and empty. For one task only."""
+    async def take(self, gather_s: float = 0.0) -> list[T] | None:
+        """All items there are, at least one; None once closed and empty. For one task only.
+
+        gather_s: give items that long to come together, unless somebody is in a hurry.
+        """
         while True:
             self._awake = False
             self._event.clear()
             if self._items:
+                if gather_s and not self._closed:
+                    self._awake = True  # what is put meanwhile need not wake anybody
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self._hurry.wait(), gather_s)
+                    self._hurry.clear()
                 # popleft is atomic, so items put meanwhile are either taken now or wake us again.
                 return [self._items.popleft() for _ in range(len(self._items))]
             if self._closed:
@@ -49,7 +65,10 @@ class Outbox(Generic[T]):
     def _wake(self) -> None:
         if not self._awake:
             self._awake = True
-            try:
-                self._loop.call_soon_threadsafe(self._event.set)
-            except RuntimeError:  # the loop is gone, and with it whoever waited
-                self._closed = True
+            self._call(self._event.set)
+
+    def _call(self, work: Callable[[], object]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(work)
+        except RuntimeError:  # the loop is gone, and with it whoever waited
+            self._closed = True

@@ -63,7 +63,6 @@ def offer_to_pb(offer: MemoryOffer) -> target_pb2.ChannelReply:
             dtype=offer.layout.dtype,
             data_offset=offer.data_offset,
             nonce_length=offer.nonce_length,
-            events=offer.events,
         )
     )
 
@@ -77,7 +76,6 @@ def offer_from_pb(pb: target_pb2.Offer) -> MemoryOffer:
         handle=pb.handle,
         data_offset=pb.data_offset,
         nonce_length=pb.nonce_length,
-        events=tuple(pb.events),
     )
 
 
@@ -163,7 +161,7 @@ def chunk_fields(
         "anchor": anchor or 0,
         "has_anchor": anchor is not None,
         "data": published.payload,
-        "event_number": published.event,
+        "mark": published.mark,
     }
 
 
@@ -188,11 +186,9 @@ def _chunks(chunks: list[ChunkFields]) -> target_pb2.ChannelReply:
 
 def chunk_from_pb(pb: target_pb2.Chunk, memory: ConsumerMemory, *, slots: int) -> ReceivedChunk:
     """The chunk and its rows in `memory`, a ring of `slots`. Raises ValueError for a nonsense descriptor."""
-    first_slot, count, generation, event = pb.first_slot, pb.count, pb.generation, pb.event_number
+    first_slot, count, generation, mark = pb.first_slot, pb.count, pb.generation, pb.mark
     if count < 1 or first_slot + count > slots:
         raise ValueError(f"{count} rows from slot {first_slot} on, in a ring of {slots}")
-    if event > memory.events:
-        raise ValueError(f"{count} rows behind event {event}, of {memory.events}")
     tokens = tuple(pb.tokens[:])
     check_tokens(count, tokens)
     return ReceivedChunk(
@@ -203,7 +199,7 @@ def chunk_from_pb(pb: target_pb2.Chunk, memory: ConsumerMemory, *, slots: int) -
         tokens=tokens,
         anchor=pb.anchor if pb.has_anchor else None,
         view=memory.rows(first_slot, count, pb.data),
-        await_writing=(lambda: memory.wait(event)) if event else written,
+        await_writing=(lambda: memory.wait(mark)) if mark else written,
         still_valid=lambda: memory.generation_is(first_slot, count, generation),
     )
 

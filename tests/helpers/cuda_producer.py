@@ -33,8 +33,9 @@ MAKES_AND_ENDS = {
     "allocations": ("cudaMalloc", "cudaFree"),
     "mappings": ("cudaIpcOpenMemHandle", "cudaIpcCloseMemHandle"),
     "streams": ("cudaStreamCreateWithFlags", "cudaStreamDestroy"),
+    "events": ("cudaEventCreateWithFlags", "cudaEventDestroy"),
 }
-NOTHING = {"allocations": 0, "mappings": 0, "streams": 0, "events": 0}
+NOTHING = dict.fromkeys(MAKES_AND_ENDS, 0)
 
 
 class Holdings:
@@ -56,9 +57,7 @@ class Holdings:
     def now(self) -> dict[str, int]:
         """With nothing attached or left: NOTHING."""
         count = self._counts
-        held = {name: count[made] - count[ended] for name, (made, ended) in MAKES_AND_ENDS.items()}
-        made = count["cudaEventCreateWithFlags"] + count["cudaIpcOpenEventHandle"]
-        return {**held, "events": made - count["cudaEventDestroy"]}
+        return {name: count[made] - count[ended] for name, (made, ended) in MAKES_AND_ENDS.items()}
 
 
 def resident_bytes() -> int:
@@ -137,13 +136,7 @@ class Commands:
         end = time.monotonic() + 20.0
         while channel.ring_used and time.monotonic() < end:
             time.sleep(0.01)
-        current = channel._current
-        assert current is not None
-        return {
-            "tenths": tenths,
-            "ring_used": channel.ring_used,
-            "events_held": current.memory._pool.held,  # type: ignore[attr-defined]
-        }
+        return {"tenths": tenths, "ring_used": channel.ring_used}
 
     def state(self) -> dict[str, Any]:
         gc.collect()

@@ -280,7 +280,8 @@ class Client:
 
             assert self._changed.wait_for(look, self.timeout), f"no such reply in {self.replies}"
             self.replies.remove(found[0])
-            return found[0]
+        self._settle()
+        return found[0]
 
     def result(self, key: SessionKey, *kinds: TargetResultKind) -> TargetResult:
         """The next result of one of `kinds` for `key`; it is taken out, its reply's other results stay."""
@@ -298,7 +299,14 @@ class Client:
                 return False
 
             assert self._changed.wait_for(look, self.timeout), f"no {kinds} for {key} in {self.replies}"
-            return found[0]
+        self._settle()
+        return found[0]
+
+    def _settle(self) -> None:
+        """Rows are announced after the answer: until the engine's turn is over, or a test keeps it busy."""
+        over = threading.Event()
+        self.engine._post(over.set)
+        over.wait(0.5)
 
     def verify(self, verifies: Sequence[Verify]) -> TargetReply:
         batch = self.send(verifies=verifies)

@@ -6,7 +6,6 @@ import asyncio
 import gc
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -20,6 +19,7 @@ import channel_peers
 import pytest
 import torch
 from channel_peers import ChannelDraft, ChannelTarget, fill, leftovers, until
+from cuda_processes import ROOT, Producer
 from cuda_producer import NOTHING, Holdings, handles, resident_bytes, used_bytes
 
 from specbridge.channel import segment
@@ -29,7 +29,6 @@ from specbridge.channel.releases import RELEASES
 
 pytestmark = pytest.mark.gpu
 
-ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
 DEVICES = ["cuda:0", pytest.param("cuda:1", marks=pytest.mark.multi_gpu)]
 
@@ -37,49 +36,6 @@ DEVICES = ["cuda:0", pytest.param("cuda:1", marks=pytest.mark.multi_gpu)]
 @pytest.fixture
 def address(tmp_path: Path) -> str:
     return f"unix:{tmp_path}/target.sock"
-
-
-class Producer:
-    """tests/helpers/cuda_producer.py on GPU 0."""
-
-    def __init__(self, address: str) -> None:
-        self.address = address
-        self.process: subprocess.Popen[str] | None = None
-
-    async def start(self, *, slots: int = 64, width: int = 33, dtype: str = "bfloat16") -> None:
-        script = ROOT / "tests" / "helpers" / "cuda_producer.py"
-        command = [sys.executable, str(script), self.address, "cuda:0", str(slots), str(width), dtype]
-        self.process = subprocess.Popen(
-            command,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert await self._answer() == "serving"
-
-    async def do(self, *words: object) -> Any:
-        assert self.process is not None and self.process.stdin is not None
-        self.process.stdin.write(" ".join(map(str, words)) + "\n")
-        self.process.stdin.flush()
-        return await self._answer()
-
-    async def _answer(self) -> Any:
-        assert self.process is not None and self.process.stdout is not None
-        return json.loads(await asyncio.to_thread(self.process.stdout.readline))
-
-    def kill(self) -> None:
-        assert self.process is not None
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
-
-    def close(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-            for pipe in (self.process.stdin, self.process.stdout):
-                assert pipe is not None
-                pipe.close()
 
 
 @pytest.fixture
@@ -139,7 +95,9 @@ async def test_bits_are_equal_across_processes(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-async def test_the_event_orders_reading_behind_writing(address: str, producer: Producer, device: str) -> None:
+async def test_reading_comes_behind_writing_on_the_device(
+    address: str, producer: Producer, device: str
+) -> None:
     """Rows are announced long before they are written: the reader neither waits nor reads too early."""
     await producer.start(dtype="float32")
     async with draft_on(address, device) as draft:
@@ -149,7 +107,7 @@ async def test_the_event_orders_reading_behind_writing(address: str, producer: P
 
         def take(chunk: ReceivedChunk) -> None:
             with torch.cuda.stream(early):
-                too_early = chunk.view.cpu()  # without the event: what lies there now
+                too_early = chunk.view.cpu()  # without waiting: what lies there now
             with torch.cuda.stream(reading):
                 copy = chunk.rows.clone()
                 draft.client.ack([chunk.chunk_id])
@@ -162,7 +120,7 @@ async def test_the_event_orders_reading_behind_writing(address: str, producer: P
             assert await producer.do("late", 5, value)
             await until(lambda: len(seen) == 1)
             too_early, copy, finished = seen.pop()
-            assert not finished, "the reader did not wait for the event"
+            assert not finished, "the reader did not wait for the writer"
             assert bool((too_early != value).all()), "the writer was not late: the test shows nothing"
             await asyncio.sleep(0.2)
             assert not reading.query() and draft.client.held == 1
@@ -264,36 +222,7 @@ async def test_a_killed_producer_is_noticed_and_the_next_is_attached(
         draft.chunks.clear()
 
 
-async def test_a_producer_killed_before_it_has_written_leaves_no_stream_waiting(
-    address: str, producer: Producer
-) -> None:
-    spoilt: list[str] = []
-    await producer.start(dtype="float32")
-    async with draft_on(address, on_spoilt=spoilt.append) as draft:
-        await draft.until_attached()
-        reading = torch.cuda.Stream("cuda:0")
-        taken: list[torch.Tensor] = []
-
-        def take(chunk: ReceivedChunk) -> None:
-            with torch.cuda.stream(reading):
-                taken.append(chunk.rows.clone())
-                draft.client.ack([chunk.chunk_id])
-
-        draft.client._on_chunk = take  # type: ignore[assignment]
-        assert await producer.do("late", 5, 7.0)
-        await until(lambda: len(taken) == 1)
-        await asyncio.sleep(0.2)
-        assert not reading.query()
-        producer.kill()
-        await until(lambda: len(draft.detached) == 1)
-        # By the driver, which may take a dead process's events for reached, or by the rescue.
-        await until(reading.query, timeout=30.0)
-        await until(lambda: len(spoilt) == 1)
-        assert not bool((taken[0] == 7.0).all())
-    gc.collect()
-    await until(lambda: not RELEASES.pending)
-
-
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize("device", DEVICES)
 async def test_ten_thousand_hand_offs_grow_nothing(
     address: str, producer: Producer, holdings: Holdings, device: str
@@ -317,7 +246,7 @@ async def test_ten_thousand_hand_offs_grow_nothing(
         result = await producer.do("many", 10_000)
         await until(lambda: draft.client.held == 0)
         assert seen == list(range(10_000)) and int(wrong) == 0
-        assert result["ring_used"] == 0 and result["events_held"] == 0
+        assert result["ring_used"] == 0
         for end in (result["tenths"], tenths):
             first, last = end[0], end[-1]
             assert len(end) == 10 and first["handles"] == last["handles"]

@@ -108,6 +108,24 @@ def test_every_committed_row_is_published_once_in_order_with_its_states(world: C
     w.check(text, upto=rows)
 
 
+def test_answers_leave_before_rows_are_announced_and_those_before_the_next_step(
+    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draft is asked two hops after the answer: what is announced meanwhile costs a round nothing."""
+    w = world()
+    order: list[str] = []
+    publish, run, receive = w.sink.publish, w.runner.run, w.client.sink
+
+    def told(what: str, then: Callable[..., object]) -> Callable[..., object]:
+        return lambda *args, **kwargs: (order.append(what), then(*args, **kwargs))[1]
+
+    monkeypatch.setattr(w.sink, "publish", told("rows", publish))
+    monkeypatch.setattr(w.runner, "run", told("step", run))
+    w.client.sink = told("answer", receive)  # type: ignore[assignment]
+    w.client.generate(open_request(1, PROMPT, max_tokens=4))
+    assert order[-10:] == [*["step", "answer", "rows"] * 3, "answer"]  # the last of the session's release
+
+
 def test_anchors_come_with_the_last_prompt_chunk_and_each_round_but_not_at_the_end(
     world: Callable[..., World],
 ) -> None:

@@ -25,6 +25,7 @@ from specbridge.channel.transports import TRANSPORTS
 from specbridge.errors import Unsupported
 
 ROOT = Path(__file__).parents[3]
+NOTHING = (0, 0, 0)
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ async def nothing_left(cuda: FakeCuda) -> AsyncIterator[None]:
     for stream in list(cuda.streams):
         cuda.go(stream)
     gc.collect()
-    await until(lambda: cuda.live == (0, 0, 0) and not RELEASES.pending)
+    await until(lambda: cuda.live == NOTHING and not RELEASES.pending)
     assert not cuda.violations
     assert HANDLES.snapshot()[CUDA_MEMORY] <= open_before  # less: a test before this one is done only now
     assert not leftovers(before)
@@ -72,6 +73,14 @@ def peers(address: str, **draft: Any) -> tuple[ChannelTarget, ChannelDraft]:
         address, slots=draft.pop("slots", 8), device="cuda:0", layout=draft.pop("layout", None)
     )
     return target, ChannelDraft(address, device="cuda:0", transports=["cuda_ipc"], **draft)
+
+
+def fill_later(cuda: FakeCuda, target: ChannelTarget, count: int, stream: int, **options: Any) -> None:
+    """`fill`, told to a stream that does not come to it."""
+    cuda.hold(stream)
+    cuda.current = stream
+    cuda.work(stream)
+    fill(target, count, **options)
 
 
 # ---- what rules it out --------------------------------------------------------------------------
@@ -102,9 +111,22 @@ def test_what_rules_it_out(
     assert found is None if why is None else found is not None and why in found
 
 
-def test_a_gpu_without_interprocess_events_is_named(cuda: FakeCuda) -> None:
-    cuda.interprocess = False
-    assert cuda_ipc.why_not(GPU, replace(GPU, pid=11)) == "GPU 0 of the target has no interprocess events"
+def test_a_target_without_stream_memory_operations_is_named(cuda: FakeCuda) -> None:
+    cuda.without_values.add(0)
+    assert (
+        cuda_ipc.why_not(GPU, replace(GPU, pid=11)) == "GPU 0 of the target has no stream memory operations"
+    )
+
+
+async def test_a_draft_without_stream_memory_operations_says_so(
+    address: str, cuda: FakeCuda, nothing_left: None
+) -> None:
+    cuda.uuids.append("GPU-1")
+    cuda.without_values.add(1)
+    async with ChannelTarget(address, device="cuda:0"), ChannelDraft(address, device="cuda:1") as draft:
+        info = await draft.until_attached()
+        assert info.transport == "shared_memory"
+        assert "GPU 1 of the draft has no stream memory operations" in info.reason
 
 
 def test_without_the_bindings_it_is_declined_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +137,7 @@ def test_without_the_bindings_it_is_declined_and_says_so(monkeypatch: pytest.Mon
     assert "install it" in (cuda_ipc.why_not(GPU, replace(GPU, pid=11)) or "")
 
 
-@pytest.mark.parametrize("call", ["open_memory", "open_event", "read"])
+@pytest.mark.parametrize("call", ["open_memory", "read"])
 async def test_a_draft_that_can_not_use_it_gets_the_next_one(
     address: str, cuda: FakeCuda, nothing_left: None, call: str
 ) -> None:
@@ -181,26 +203,41 @@ async def test_the_reading_stream_waits_for_the_writing_one_and_nobody_else_does
     address: str, cuda: FakeCuda, nothing_left: None
 ) -> None:
     target, draft = peers(address)
-    writing, reading = cuda.stream(held=True), cuda.stream()
+    writing, reading = cuda.stream(), cuda.stream()
     async with target, draft:
         await draft.until_attached()
         taken: list[ReceivedChunk] = []
         draft.client._on_chunk = taken.append  # type: ignore[assignment]
-        cuda.current = writing
-        fill(target, 3)
-        await until(lambda: len(taken) == 1)
-        cuda.current = reading
-        chunk = taken.pop()
-        assert chunk.rows.shape == (3, 12)
-        assert cuda.calls[-1][0] == "wait" and cuda.calls[-1][2] == reading
-        draft.client.ack([chunk.chunk_id])
-        await asyncio.sleep(0.05)
-        assert target.channel.ring_used == 3 and draft.client.held == 1
-        cuda.go(writing)
-        await until(lambda: target.channel.ring_used == 0)
-        assert draft.client.held == 0 and draft.client.stats.snapshot().acked == 1
-        assert cuda.streams[reading].done == cuda.streams[reading].told
+        for value in (1, 2):
+            fill_later(cuda, target, 3, writing)
+            await until(lambda: len(taken) == 1)
+            cuda.current = reading
+            chunk = taken.pop()
+            assert chunk.rows.shape == (3, 12)
+            values = [call for call in cuda.calls if call[0] != "record"]
+            assert values[-2:] == [("write", value, writing), ("wait", value, reading)]
+            draft.client.ack([chunk.chunk_id])
+            await asyncio.sleep(0.05)
+            assert target.channel.ring_used == 3 and draft.client.held == 1
+            assert not cuda.finished(reading)
+            cuda.go(writing)
+            await until(lambda: target.channel.ring_used == 0)
+            assert draft.client.held == 0 and draft.client.stats.snapshot().acked == value
+            assert cuda.finished(reading)
         del chunk
+
+
+async def test_rows_that_were_written_when_they_were_published_are_not_waited_for(
+    address: str, cuda: FakeCuda, nothing_left: None
+) -> None:
+    target, draft = peers(address)
+    async with target, draft:
+        await draft.until_attached()
+        cuda.work(cuda.current)
+        sent = fill(target, 3)
+        await until(lambda: draft.data == [sent])
+        assert {call[0] for call in cuda.calls} == {"record"}  # fences, to acknowledge
+        draft.chunks.clear()
 
 
 async def test_slots_come_back_only_when_the_device_has_read_them(
@@ -223,60 +260,71 @@ async def test_slots_come_back_only_when_the_device_has_read_them(
 
 async def test_one_mark_serves_the_chunks_of_a_step(address: str, cuda: FakeCuda, nothing_left: None) -> None:
     target, draft = peers(address, hold=True)
+    writing = cuda.stream(held=True)
     async with target, draft:
         await draft.until_attached()
         channel, ring = target.channel, target.channel.ring
         assert ring is not None and ring.shape == (8, 12)
+        taken: list[ReceivedChunk] = []
+        draft.client._on_chunk = taken.append  # type: ignore[assignment]
+        cuda.current = writing
+        cuda.work(writing)
 
-        def records() -> int:
-            return sum(call[0] == "record" for call in cuda.calls)
+        def marks() -> int:
+            return sum(call[0] == "write" for call in cuda.calls)
 
         def publish(reservation: Any, first: int) -> None:
             assert channel.publish(
                 reservation, session=KEY, first_position=first, count=2, tokens=[1, 2], anchor=None
             )
 
-        before = records()
         step = [channel.reserve(2) for _ in range(3)]
         for i, reservation in enumerate(step):
             assert reservation is not None and reservation.ring is ring
             ring[reservation.first_slot : reservation.first_slot + 2] = float(i)
         channel.mark_written()
-        assert records() == before + 1
+        assert marks() == 1
         publish(step[0], 0)
         publish(step[1], 2)
-        assert records() == before + 1
+        assert marks() == 1
         channel.rows(step[2])  # it may be written again: the mark is not behind that
         publish(step[2], 4)
-        assert records() == before + 2
+        assert marks() == 2
         late = channel.reserve(2)
         publish(late, 6)
-        assert records() == before + 3
-        await until(lambda: len(draft.chunks) == 4)
-        assert [chunk.rows[0, 0].item() for chunk in draft.chunks[:3]] == [0.0, 1.0, 2.0]
-        draft.client.ack([chunk.chunk_id for chunk in draft.chunks])
+        assert marks() == 3
+        await until(lambda: len(taken) == 4)
+        cuda.current = BASE_STREAM
+        assert [chunk.rows[0, 0].item() for chunk in taken[:3]] == [0.0, 1.0, 2.0]
+        assert [call[1] for call in cuda.calls if call[0] == "wait"] == [1, 1, 2]
+        cuda.go(writing)
+        draft.client.ack([chunk.chunk_id for chunk in taken])
         await until(lambda: channel.ring_used == 0)
-        current = channel._current
-        assert current is not None and current.memory._pool.held == 1  # type: ignore[attr-defined]
-        draft.chunks.clear()
-        del ring, step, reservation, late, current
+        taken.clear()
+        del ring, step, reservation, late
 
 
-async def test_more_chunks_than_events_share_one_and_are_counted(
-    address: str, cuda: FakeCuda, nothing_left: None, monkeypatch: pytest.MonkeyPatch
+async def test_a_value_is_never_there_before_the_rows_that_it_stands_for(
+    address: str, cuda: FakeCuda, nothing_left: None
 ) -> None:
-    monkeypatch.setattr(cuda_ipc, "EVENTS", 3)
-    target, draft = peers(address, hold=True)
+    """Two streams write; the second comes to its end first."""
+    target, draft = peers(address)
+    first, second, reading = cuda.stream(), cuda.stream(), cuda.stream()
     async with target, draft:
         await draft.until_attached()
-        sent = [fill(target, 1, first=i, seed=i) for i in range(7)]
-        await until(lambda: draft.data == sent)
-        assert target.channel.stats.snapshot().shared_events == 4
-        draft.client.ack([chunk.chunk_id for chunk in draft.chunks])
-        await until(lambda: target.channel.ring_used == 0)
-        fill(target, 1, first=7)
-        assert target.channel.stats.snapshot().shared_events == 4
-        draft.chunks.clear()
+        taken: list[ReceivedChunk] = []
+        draft.client._on_chunk = taken.append  # type: ignore[assignment]
+        fill_later(cuda, target, 2, first)
+        fill_later(cuda, target, 2, second, first=2)
+        await until(lambda: len(taken) == 2)
+        cuda.current = reading
+        assert taken[0].rows.shape == (2, 12)
+        cuda.go(second)
+        assert not cuda.finished(reading), "let on by rows of another stream"
+        cuda.go(first)
+        assert cuda.finished(reading) and cuda.finished(second)
+        assert taken[1].rows.shape == (2, 12)
+        taken.clear()
 
 
 async def test_a_reused_slot_shows_as_stale(address: str, cuda: FakeCuda, nothing_left: None) -> None:
@@ -328,21 +376,6 @@ async def test_a_device_that_fails_ends_the_attachment(address: str, cuda: FakeC
         draft.chunks.clear()
 
 
-async def test_a_nonsense_event_ends_the_attachment(address: str, cuda: FakeCuda, nothing_left: None) -> None:
-    from protos import target_pb2
-
-    target, draft = peers(address)
-    async with target, draft:
-        await draft.until_attached()
-        current = target.channel._current
-        assert current is not None
-        chunk = target_pb2.Chunk(chunk_id=1, count=1, tokens=[1], event_number=cuda_ipc.EVENTS + 1)
-        current.outbox.put(target_pb2.ChannelReply(chunks=target_pb2.Chunks(chunks=[chunk])))
-        await until(lambda: len(draft.detached) == 1)
-        assert "behind event 129, of 128" in draft.detached[0]
-        del current
-
-
 # ---- ends ---------------------------------------------------------------------------------------
 
 
@@ -358,7 +391,7 @@ async def test_attaching_again_and_again_leaves_nothing(
                 await until(lambda draft=draft, sent=sent: draft.data == [sent])
                 draft.chunks.clear()
             await until(lambda: not target.channel.attached)
-        await until(lambda: cuda.live == (0, 0, 0))
+        await until(lambda: cuda.live == NOTHING)
 
 
 async def test_memory_outlives_whoever_still_looks_at_it(
@@ -382,7 +415,7 @@ async def test_memory_outlives_whoever_still_looks_at_it(
         assert ring is not None
         ring.fill_(1.0)  # a step that was under way
         del ring
-        await until(lambda: cuda.live == (0, 0, 0))
+        await until(lambda: cuda.live == NOTHING)
 
 
 async def test_a_producer_never_frees_what_its_consumer_maps(
@@ -399,7 +432,7 @@ async def test_a_producer_never_frees_what_its_consumer_maps(
         await asyncio.sleep(0.1)
         assert cuda.live[:2] == (1, 1) and not cuda.violations  # the chunk is still held
         draft.chunks.clear()
-        await until(lambda: cuda.live == (0, 0, 0))
+        await until(lambda: cuda.live == NOTHING)
 
 
 async def test_memory_goes_only_when_the_work_that_uses_it_is_done(
@@ -419,7 +452,7 @@ async def test_memory_goes_only_when_the_work_that_uses_it_is_done(
         await asyncio.sleep(0.1)
         assert cuda.live[:2] == (1, 1)
         cuda.go(reading)
-        await until(lambda: cuda.live == (0, 0, 0))
+        await until(lambda: cuda.live == NOTHING)
 
 
 async def test_a_stream_whose_work_is_being_captured_is_not_touched(
@@ -438,49 +471,106 @@ async def test_a_stream_whose_work_is_being_captured_is_not_touched(
         await asyncio.sleep(0.1)
         assert cuda.live[:2] == (1, 1) and not cuda.violations
         cuda.captured.clear()
-        await until(lambda: cuda.live == (0, 0, 0))
+        await until(lambda: cuda.live == NOTHING)
 
 
-async def test_a_stream_that_waits_for_a_dead_target_is_let_go(
-    address: str, cuda: FakeCuda, nothing_left: None, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def spoilt() -> list[str]:
+    return []
+
+
+async def test_streams_that_wait_for_a_dead_target_are_let_go(
+    address: str, cuda: FakeCuda, nothing_left: None, spoilt: list[str]
 ) -> None:
-    monkeypatch.setattr(cuda_ipc, "RESCUE_S", 0.1)
-    spoilt: list[str] = []
     target, draft = peers(address, on_spoilt=spoilt.append)
-    writing, reading = cuda.stream(held=True), cuda.stream()
+    writing, reading, other = cuda.stream(), cuda.stream(), cuda.stream()
     async with draft:
         async with target:
             await draft.until_attached()
             taken: list[ReceivedChunk] = []
             draft.client._on_chunk = taken.append  # type: ignore[assignment]
-            cuda.current = writing
-            fill(target, 3)
-            await until(lambda: len(taken) == 1)
-            cuda.current = reading
-            assert taken.pop().rows.shape == (3, 12)
-            assert cuda.streams[reading].done < cuda.streams[reading].told
-        await until(lambda: len(spoilt) == 1)
-        assert "ended before 1 of its events" in spoilt[0]
+            for first in (0, 3):
+                fill_later(cuda, target, 3, writing, first=first)
+            await until(lambda: len(taken) == 2)
+            for stream, chunk in ((reading, taken[1]), (other, taken[0])):  # in whatever order
+                cuda.current = stream
+                assert chunk.rows.shape == (3, 12)
+            cuda.die(writing)
+            cuda.clogged = 2
+            assert not cuda.finished(reading) and not cuda.finished(other) and not spoilt
         # Its writing stream never moves again.
-        await until(lambda: cuda.streams[reading].done == cuda.streams[reading].told)
+        await until(lambda: cuda.finished(reading) and cuda.finished(other))
+        assert spoilt == ["the channel ended before the target had written rows that a stream waits for"]
+        taken.clear()
         cuda.current = BASE_STREAM
+        cuda.bury(writing)
+
+
+async def test_a_target_that_dies_after_the_end_does_not_catch_its_readers_again(
+    address: str, cuda: FakeCuda, nothing_left: None, spoilt: list[str]
+) -> None:
+    """The channel ends while the target lives on: it writes one more value, an older one, and dies."""
+    target, draft = peers(address, on_spoilt=spoilt.append)
+    writing, reading, dying = cuda.stream(), cuda.stream(), cuda.stream()
+    async with draft:
+        async with target:
+            await draft.until_attached()
+            taken: list[ReceivedChunk] = []
+            draft.client._on_chunk = taken.append  # type: ignore[assignment]
+            fill_later(cuda, target, 3, writing)
+            fill_later(cuda, target, 3, dying, first=3)
+            await until(lambda: len(taken) == 2)
+            cuda.current = reading
+            cuda.hold(reading)  # it comes to its wait after all that
+            assert taken[1].rows.shape == (3, 12)
+            cuda.die(dying)
+        await until(lambda: len(spoilt) == 1)
+        cuda.go(writing)
+        cuda.go(reading)
+        await until(lambda: cuda.finished(reading))
+        taken.clear()
+        cuda.current = BASE_STREAM
+        cuda.bury(dying)
+
+
+async def test_rows_taken_after_the_end_are_not_waited_for(
+    address: str, cuda: FakeCuda, nothing_left: None, spoilt: list[str]
+) -> None:
+    target, draft = peers(address, on_spoilt=spoilt.append)
+    writing, reading = cuda.stream(), cuda.stream()
+    async with draft:
+        async with target:
+            await draft.until_attached()
+            taken: list[ReceivedChunk] = []
+            draft.client._on_chunk = taken.append  # type: ignore[assignment]
+            for first in (0, 2, 4):
+                fill_later(cuda, target, 2, writing, first=first)
+            await until(lambda: len(taken) == 3)
+            cuda.current = reading
+            assert taken[1].rows.shape == (2, 12)
+            cuda.die(writing)
+        await until(lambda: len(spoilt) == 1)
+        for seen, chunk in enumerate((taken[0], taken[2])):  # what was let go is no proof of writing
+            assert chunk.rows.shape == (2, 12)
+            assert len(spoilt) == 2 + seen and "may not have written when the channel ended" in spoilt[-1]
+        assert cuda.finished(reading)
+        taken.clear()
+        cuda.current = BASE_STREAM
+        cuda.bury(writing)
 
 
 @pytest.mark.parametrize("acked", [True, False])
-async def test_only_what_was_not_read_before_the_end_counts_as_spoilt(
-    address: str, cuda: FakeCuda, nothing_left: None, acked: bool
+async def test_what_was_written_before_the_end_is_not_spoilt(
+    address: str, cuda: FakeCuda, nothing_left: None, spoilt: list[str], acked: bool
 ) -> None:
-    """Afterwards an event that a dead target's driver let go looks like one that its stream came to."""
-    spoilt: list[str] = []
     target, draft = peers(address, on_spoilt=spoilt.append)
-    writing, reading = cuda.stream(held=True), cuda.stream()
+    writing, reading = cuda.stream(), cuda.stream()
     async with draft:
         async with target:
             await draft.until_attached()
             taken: list[ReceivedChunk] = []
             draft.client._on_chunk = taken.append  # type: ignore[assignment]
-            cuda.current = writing
-            fill(target, 3)
+            fill_later(cuda, target, 3, writing)
             await until(lambda: len(taken) == 1)
             cuda.current = reading
             assert taken[0].rows.shape == (3, 12)
@@ -489,7 +579,8 @@ async def test_only_what_was_not_read_before_the_end_counts_as_spoilt(
             cuda.go(writing)
             await until(lambda: draft.client.held == (0 if acked else 1))
         await until(lambda: len(draft.detached) == 1)
-        assert len(spoilt) == (0 if acked else 1)
+        assert taken[0].rows.shape == (3, 12)
+        assert not spoilt
         taken.clear()
         cuda.current = BASE_STREAM
 
@@ -553,8 +644,6 @@ async def test_ten_thousand_hand_offs_leave_nothing(address: str, cuda: FakeCuda
         assert received == [(i, 1 + i % 9, True) for i in range(10_000)]
         current = target.channel._current
         assert current is not None and current.outstanding == 0 and not current._unmarked
-        assert current.memory._pool.held == 0  # type: ignore[attr-defined]
         assert len(cuda.events) - events < 64  # fences that were under way at once
-        assert target.channel.stats.snapshot().shared_events == 0
         assert draft.client.held == 0
         del current

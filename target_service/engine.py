@@ -27,7 +27,14 @@ from target_service.ports import ModelConfig, Runner
 from target_service.session import Phase, Reply
 from target_service.sessions import SessionBook
 from target_service.stepper import Stepper
-from target_service.warmup import decode_steps, measure_prefill_cost, measure_verify_cost
+from target_service.warmup import (
+    decode_steps,
+    measure_prefill_cost,
+    measure_verify_cost,
+    mixed_steps,
+    prefill_steps,
+    tree_steps,
+)
 
 log = logging.getLogger(__name__)
 
@@ -349,9 +356,11 @@ class Engine:
         begin = time.monotonic()
         points = measure_verify_cost(self._runner.run, self._limits, repeats=self._limits.warmup_repeats)
         if points:
+            self._runner.warm_up(prefill_steps(self._limits))
             prefill = measure_prefill_cost(self._runner.run, self._limits)
             self._stepper.planner.set_times(points, prefill)
-        self._runner.warm_up(decode_steps(self._limits))
+        for steps in (decode_steps, tree_steps, mixed_steps):
+            self._runner.warm_up(steps(self._limits))
         self._info = replace(self._info, verify_cost=points)
         log.info("warm after %.1f s, %d points of verify cost", time.monotonic() - begin, len(points))
 

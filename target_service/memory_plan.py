@@ -28,7 +28,8 @@ RUNTIME = 3 * GIB // 4
 COLLECTIVES = GIB // 2
 """NCCL's buffers, with more than one rank."""
 KEPT_ROWS = 4096
-"""Rows, over all captured passes, whose logits and taps stay allocated with their graphs."""
+"""Rows whose logits and taps captured passes may hold beyond the largest one: their pool keeps pieces of
+several sizes."""
 RING_TAPS = 6
 """Layers assumed to be captured: the ring is made when a draft attaches and says which."""
 FEWEST_TOKENS = 1024

@@ -219,7 +219,10 @@ class Planner:
         )
 
     def _streaming(self) -> bool:
-        """Whether there are streams that a pass could hold up: one had a token a moment ago."""
+        """Whether there are streams that a pass could hold up: some go on, and one had a token a moment
+        ago."""
+        if not any(session.phase is Phase.READY for session in self._book):
+            return False
         pause = max(PAUSE_S, 4 * self._chunks.goal_s(1)) if self._chunks.times is not None else PAUSE_S
         return time.monotonic() < self._latest_token + pause
 

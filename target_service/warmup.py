@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -18,6 +19,8 @@ from target_service.step import Segment, Step, StepOutput
 
 WIDE_NS = 50_000_000
 """Passes of more rows than two trees are measured until one takes longer than this."""
+WARM_ROWS = 320
+"""Passes of many sessions' trees are run beforehand up to so many rows; larger ones when they first occur."""
 
 
 def measure_verify_cost(
@@ -76,25 +79,31 @@ def measure_prefill_cost(
     """Wall time of prompt chunks that choose one token: a sixteenth, a quarter and all of the largest chunk
     over a short context, and (if the time budget allows) the largest over a long one.
 
-    Once each, after a first pass that pays for allocations: passes under way correct what this gets wrong.
+    Once each, after a first pass that pays for allocations (where passes are captured, after prefill_steps):
+    passes under way correct what this gets wrong.
     """
+    points: list[CostPoint] = []
+    begin = time.perf_counter()
+    for step in prefill_steps(limits):
+        if points and time.perf_counter() - begin > budget_s:
+            break
+        run(step)
+        start = time.perf_counter_ns()
+        run(step)
+        taken = time.perf_counter_ns() - start
+        points.append(CostPoint(step.tokens.numel(), step.segments[0].context_length, taken))
+    return tuple(points)
+
+
+def prefill_steps(limits: Limits) -> list[Step]:
+    """The chunks that measure_prefill_cost times."""
     room = min(limits.max_length, limits.num_pages * limits.page_size) - 2
     most = max(1, min(limits.prefill_chunk, room))
     longest = max(room - most, 0)
     short, long = min(128, longest), min(4096, longest)
     sizes = sorted({max(1, most // 16), max(1, most // 4), most})
     wanted = [(rows, short) for rows in sizes] + ([(most, long)] if long > 2 * short else [])
-    points: list[CostPoint] = []
-    begin = time.perf_counter()
-    for rows, context in wanted:
-        if points and time.perf_counter() - begin > budget_s:
-            break
-        step = chunk_step(rows, context, limits.page_size)
-        run(step)
-        start = time.perf_counter_ns()
-        run(step)
-        points.append(CostPoint(rows, context, time.perf_counter_ns() - start))
-    return tuple(points)
+    return [chunk_step(rows, context, limits.page_size) for rows, context in wanted]
 
 
 def chunk_step(rows: int, context: int, page_size: int) -> Step:
@@ -144,3 +153,51 @@ def decode_steps(limits: Limits) -> list[Step]:
         )
         sessions *= 2
     return steps
+
+
+def tree_steps(limits: Limits) -> list[Step]:
+    """Small trees of several sessions, as rounds under load have them: sessions 2, 4, .. 32 with 2, 4, 8 and
+    17 rows each, at most WARM_ROWS in all; the passes read one page."""
+    steps: list[Step] = []
+    for sessions in (2, 4, 8, 16, 32):
+        for rows in (2, 4, 8, 17):
+            total = sessions * rows
+            if sessions > limits.max_sessions or total > min(limits.max_verify_rows, WARM_ROWS):
+                break
+            if rows <= limits.max_tree_nodes + 1:
+                steps.append(_join([scratch_step(rows, limits.page_size - 2, limits.page_size)] * sessions))
+    return steps
+
+
+def mixed_steps(limits: Limits) -> list[Step]:
+    """Prompt chunks of several sizes, alone and beside one or some streams' rounds: what a newcomer must not
+    wait for."""
+    context, page = limits.page_size - 2, limits.page_size
+    sizes = [n for n in (8, 16, 64, 128, 256) if n <= limits.prefill_chunk and n + 16 <= limits.max_length]
+    rounds = [scratch_step(rows, context, page) for rows in (1, min(17, limits.max_tree_nodes + 1))]
+    steps = []
+    for rows in sizes:
+        chunk = chunk_step(rows, 0, page)
+        steps += [chunk, *(_join([round_] * count + [chunk]) for round_ in rounds for count in (1, 4))]
+    most = min(limits.max_rows, limits.max_verify_rows + limits.prefill_chunk)
+    return [s for s in steps if s.tokens.numel() <= most and len(s.segments) <= limits.max_sessions]
+
+
+def _join(steps: Sequence[Step]) -> Step:
+    """One step of the segments of several."""
+    segments, logit_rows, groups = [], [], []
+    rows = choices = 0
+    for step in steps:
+        segments += [replace(segment, first_row=segment.first_row + rows) for segment in step.segments]
+        groups += [replace(group, first_row=group.first_row + choices) for group in step.groups]
+        logit_rows.append(step.logit_rows + rows)
+        rows += step.tokens.numel()
+        choices += step.logit_rows.numel()
+    return Step(
+        tokens=torch.cat([step.tokens for step in steps]),
+        positions=torch.cat([step.positions for step in steps]),
+        segments=tuple(segments),
+        logit_rows=torch.cat(logit_rows),
+        groups=tuple(groups),
+        read_logits=False,
+    )

@@ -42,13 +42,13 @@ def plan(batch: RaggedBatch, workspace: AttentionWorkspace) -> None:
         BLOCK_N=tiling.block_n,
         MIN_BLOCKS=tiling.min_blocks,
         SPLITS=workspace.splits,
-        SESSIONS=triton.next_power_of_2(batch.sessions + 1),
+        SESSIONS=max(16, triton.next_power_of_2(batch.sessions + 1)),
         ITEMS=_PROGRAM_ITEMS,
         num_warps=4,
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "sessions", "slots", "capacity"])
 def _plan(
     row_start,
     lengths,

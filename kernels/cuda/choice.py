@@ -35,7 +35,7 @@ def _store_best(scores, ids, values_out, ids_out, at):
     tl.store(ids_out + at, tl.where(finite, lowest, _NO_CHOICE))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "blocks"])
 def _choose(
     logits,
     row_stride,
@@ -48,7 +48,7 @@ def _choose(
     rows,
     vocab,
     first_token,
-    SPAN: tl.constexpr,
+    blocks,
     SKIP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -58,9 +58,10 @@ def _choose(
     scores = tl.full((BLOCK,), -float("inf"), tl.float32)
     ids = tl.full((BLOCK,), _LARGEST_ID, tl.int32)
     # Columns are counted from SKIP before the first, where a quadruple of the noise begins.
-    start = split * SPAN - SKIP
+    span = blocks * BLOCK  # of whole blocks, so that loads are known to be aligned
+    start = split * span - SKIP
     if heat < _GREEDY_BELOW:
-        for offset in tl.range(0, SPAN, BLOCK, num_stages=_STAGES):
+        for offset in tl.range(0, span, BLOCK, num_stages=_STAGES):
             column = start + offset + tl.arange(0, BLOCK)
             z = tl.load(base + column, mask=(column >= 0) & (column < vocab), other=-float("inf"))
             z = z.to(tl.float32)
@@ -68,7 +69,7 @@ def _choose(
             scores, ids = tl.where(take, z, scores), tl.where(take, column, ids)
     else:
         seed, position, choice = tl.load(seeds + row), tl.load(positions + row), tl.load(choices + row)
-        for offset in range(0, SPAN, BLOCK):
+        for offset in range(0, span, BLOCK):
             column = start + offset + tl.arange(0, BLOCK)
             z = tl.load(base + column, mask=(column >= 0) & (column < vocab), other=-float("inf"))
             quads = (first_token + start + offset) // 4 + tl.arange(0, BLOCK // 4)
@@ -79,7 +80,7 @@ def _choose(
     _store_best(scores, ids, values_out, ids_out, split * rows + row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["shares", "rows"])
 def _merge(values, ids, values_out, ids_out, shares, rows, SHARES: tl.constexpr):
     row = tl.program_id(0)
     share = tl.arange(0, SHARES)
@@ -105,8 +106,8 @@ def choose_rows(
     block = _BLOCK if rows * triton.cdiv(vocab, _BLOCK) >= _PROGRAMS else _SMALL_BLOCK
     blocks = triton.cdiv(vocab + skip, block)
     splits = max(1, min(blocks, _PROGRAMS // max(rows, 1)))
-    span = triton.cdiv(blocks, splits) * block
-    splits = triton.cdiv(vocab + skip, span)
+    each = triton.cdiv(blocks, splits)
+    splits = triton.cdiv(blocks, each)
     values = torch.empty(splits, rows, dtype=torch.float32, device=logits.device)
     ids = torch.empty(splits, rows, dtype=torch.int32, device=logits.device)
     if rows:
@@ -122,7 +123,7 @@ def choose_rows(
             rows,
             vocab,
             first_token,
-            SPAN=span,
+            each,
             SKIP=skip,
             BLOCK=block,
             **UNFUSED,

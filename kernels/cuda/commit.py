@@ -72,8 +72,8 @@ def publish_rows(
         ring.shape[0],
         taps.stride(0),
         ring.stride(0),
-        SESSIONS=sessions,
-        SESSION_BLOCK=triton.next_power_of_2(sessions),
+        sessions,
+        SESSION_BLOCK=max(16, triton.next_power_of_2(sessions)),
         WIDTH=width,
         BLOCK=block,
         num_warps=max(1, min(8, block // 256)),
@@ -113,7 +113,7 @@ def _commit(
             tl.store(target + column[None, :], copied, mask=live)
 
 
-@triton.jit(do_not_specialize=["ring_slots"])
+@triton.jit(do_not_specialize=["ring_slots", "sessions"])
 def _publish(
     taps,
     ring,
@@ -124,7 +124,7 @@ def _publish(
     ring_slots,
     taps_row,
     ring_slot,
-    SESSIONS: tl.constexpr,
+    sessions,
     SESSION_BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -134,9 +134,9 @@ def _publish(
     if step >= 0:
         # The row's session: as many as end at or before it. Past the last one: a padding row.
         session = tl.arange(0, SESSION_BLOCK)
-        ends = tl.load(row_start + 1 + session, mask=session < SESSIONS, other=0)
-        owner = tl.sum(((ends <= row) & (session < SESSIONS)).to(tl.int32), axis=0)
-        owned = owner < SESSIONS
+        ends = tl.load(row_start + 1 + session, mask=session < sessions, other=0)
+        owner = tl.sum(((ends <= row) & (session < sessions)).to(tl.int32), axis=0)
+        owned = owner < sessions
         room = tl.load(first_slot + owner, mask=owned, other=-1).to(tl.int64)
         skipped = tl.load(skip + owner, mask=owned, other=0)
         slot = room + step - skipped

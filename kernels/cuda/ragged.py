@@ -31,14 +31,14 @@ def ancestor_words(
         words,
         ALL_TREES=kinds is None,
         ROWS=_ROWS,
-        SESSIONS=triton.next_power_of_2(sessions),
+        SESSIONS=max(16, triton.next_power_of_2(sessions)),
         WORDS=triton.next_power_of_2(words),
         num_warps=1,
     )
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "sessions", "words"])
 def _ancestor_words(
     parents,
     row_start,

@@ -128,7 +128,7 @@ def attend(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_width", "words"])
 def _attend(
     q_rows,
     k_new,

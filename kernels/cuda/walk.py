@@ -12,7 +12,7 @@ _TREE = tl.constexpr(TREE)
 _BLOCK = 128  # rows at a time where they are only numbered
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sessions", "rows"])
 def _walk(
     chosen, tokens, parents, row_start, kinds, path, sessions, rows, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):

@@ -3,10 +3,9 @@
     ids in -> plan of attention -> forward -> choice -> walk -> K/V to pages, hidden states to ring -> ids out
 
 Nothing in it waits for the host, and no size depends on what the tensors hold: sizes are a bucket's
-(packing). A step of trees is run eagerly the first time its bucket occurs, captured the second time, replayed
-from then on. Prompt chunks run eagerly, their sizes those of the step. Filters and masks (top-k, top-p,
-min-p, min_tokens) have sizes that depend on the data: such a step's forward and tail are launched around the
-choice.
+(packing). A step is run eagerly the first time its bucket occurs, captured the second time, replayed from
+then on; large prompt chunks run eagerly. Filters and masks (top-k, top-p, min-p, min_tokens) have sizes that
+depend on the data: such a step's forward and tail are launched around the choice.
 
 Owns the order of a pass, its buffers and graphs. The forward is the decoder's, each operation is in kernels;
 target_service.model.host_pass does the same with torch alone.
@@ -27,6 +26,8 @@ from kernels.commit import commit_rows
 from kernels.ragged import RaggedBatch, ancestor_words
 from kernels.ragged_attention import AttentionWorkspace, Window, make_workspace, workspace_floats
 from kernels.simulate import true_tokens
+from specbridge.channel import dlpack
+from specbridge.channel.base import ChannelLayout
 from target_service.model.attention import RaggedAttention
 from target_service.model.batch import StepInputs
 from target_service.model.config import ModelConfig
@@ -127,7 +128,7 @@ class DevicePass:
         choice = choice_rows(step.groups)
         mode = EAGER
         shape = self._bucket(step)
-        if self._graphs and choice is not None and shape is not None:
+        if self._graphs and choice is not None and shape is not None and shape.recurs:
             kept = self._kept.get(shape)
             if shape in self._ready:
                 mode = REPLAY if kept is not None and kept.graph is not None else CAPTURE
@@ -162,7 +163,7 @@ class DevicePass:
         elif step.mode == CAPTURE:
             self._capture(buffers, taps, inside)
         else:
-            self._forward(buffers, taps, want_logits=step.logit_rows.numel() > 0)
+            self._forward(buffers, taps)
             if whole:
                 self._finish(buffers, self._choose(buffers), inside)
         logits = self._read_logits(buffers, step, needed=step.read_logits or not whole)
@@ -197,8 +198,7 @@ class DevicePass:
     # ---- memory ----------------------------------------------------------------------------------
 
     def _bucket(self, step: Step) -> Shape | None:
-        shape = bucket(step, self._most_pages)
-        return shape if shape is not None and shape.rows <= self._memory.max_rows else None
+        return bucket(step, self._most_pages, self._memory.max_rows)
 
     def _buffers(self, step: Step) -> _Buffers:
         shape = self._bucket(step)
@@ -242,7 +242,7 @@ class DevicePass:
 
     # ---- the pass --------------------------------------------------------------------------------
 
-    def _forward(self, buffers: _Buffers, taps: Taps, *, want_logits: bool) -> None:
+    def _forward(self, buffers: _Buffers, taps: Taps) -> None:
         packed, shape = buffers.device, buffers.device.shape
         ancestor_words(
             packed.parents,
@@ -259,7 +259,7 @@ class DevicePass:
             kinds=packed.kinds,
             ancestors=buffers.ancestors,
             most_rows=shape.most_rows,
-            chains=shape.logit_rows != shape.rows,
+            chains=not shape.trees,
         )
         buffers.workspace.plan(batch)
         cos, sin = self._memory.rotary.rows(packed.positions)
@@ -269,10 +269,10 @@ class DevicePass:
             cos=cos,
             sin=sin,
             attention=RaggedAttention(batch, buffers.workspace),
-            logit_rows=None if shape.logit_rows == shape.rows else packed.logit_rows,
+            logit_rows=None if shape.trees else packed.logit_rows,
         )
         buffers.logits, buffers.taps = self._decoder.forward(
-            inputs, self._memory.staging, self._memory.pages, taps, want_logits=want_logits
+            inputs, self._memory.staging, self._memory.pages, taps, want_logits=shape.logit_rows > 0
         )
 
     def _choose(self, buffers: _Buffers) -> torch.Tensor:
@@ -327,7 +327,7 @@ class DevicePass:
     def _after(self, buffers: _Buffers, ids: torch.Tensor) -> torch.Tensor:
         """int32 [R]: the choice after each row, -1 where there is none. ids [K], or [0]."""
         packed, shape = buffers.device, buffers.device.shape
-        if shape.logit_rows == shape.rows:
+        if shape.trees:
             return ids.to(self._device)
         after = torch.full((shape.rows,), -1, dtype=torch.int32, device=self._device)
         if ids.numel():
@@ -339,11 +339,12 @@ class DevicePass:
         graph = torch.cuda.CUDAGraph()
         # thread_local: NCCL's watchdog and other threads' calls must not spoil a capture.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            self._forward(buffers, taps, want_logits=True)
+            self._forward(buffers, taps)
             self._finish(buffers, self._choose(buffers), ring)
         if self._pool is None:
             self._pool = graph.pool()
         buffers.graph = graph
+        buffers.logits, buffers.taps = _on_loan(buffers.logits), _on_loan(buffers.taps)
         graph.replay()
 
     # ---- what the host reads ---------------------------------------------------------------------
@@ -370,6 +371,15 @@ class DevicePass:
             self._done.synchronize()
             buffers.unread = False
         return tuple(buffers.answer[:count].tolist())
+
+
+def _on_loan(x: torch.Tensor | None) -> torch.Tensor | None:
+    """The same memory, not kept: what a captured pass leaves is read before the next pass, so all graphs may
+    have it in one place."""
+    if x is None:
+        return None
+    layout = ChannelLayout(row_width=x.shape[1], dtype=str(x.dtype).removeprefix("torch."))
+    return dlpack.view(x.data_ptr(), x.shape[0], layout, device=str(x.device), owner=None)
 
 
 def _walk_of(buffers: _Buffers) -> PackedWalk:

@@ -18,53 +18,104 @@ from kernels.ragged import CHAIN, TREE
 from target_service.sampling import RowGroup
 from target_service.step import NO_SLOT, ChoiceRows, Step
 
-# Trees have a power of two of nodes as a rule, and a root: 2^k + 8 rows hold one of them with little waste.
-_ROWS = (*range(1, 9), 12, 16, 24, 32, 40, 48, 64, 72, *range(80, 129, 16), 136, *range(160, 257, 32), 264)
-_SESSIONS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-_LARGEST = (1, 8, 16, 24, 32, 40, 48, 64, 72, 96, 128, 136, 192, 256, 264, 384, 512, 520)
+# Few enough that all a load needs have occurred soon, close enough that padding costs little. Trees have
+# a power of two of nodes as a rule, and a root: 2^k + 8 rows hold one of them with little waste.
+_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 72, 96, 136, 160, 192, 264, 320, 384, 448)
+_ROWS_STEP = 128  # beyond those
+# With prompt chunks among them, rows come in any number: fewer sizes, of the whole and of what gets logits.
+_MIXED_ROWS = (8, 16, 32, 64, 96, 136, 192, 264, 320)
+_MIXED_LOGITS = (8, 32, 136, 320)
+_MIXED_CAPTURED = _MIXED_ROWS[-1]
+_SESSIONS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+# All that follows from a session's most rows is the tile of attention, and the width of the ancestor bitmask.
+_LARGEST = (1, 8, 16, 72, 264, 520)
+_ALIGNED = 4
+"""int32 words at whose multiples a buffer's parts begin: kernels are compiled anew for other alignments."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
     """Sizes of a pass: rows in all, sessions, rows of the largest session, logits rows, pages of the longest
-    session."""
+    session. trees: of trees only, each row with its logits."""
 
     rows: int
     sessions: int
     most_rows: int
     logit_rows: int
     pages: int
+    trees: bool
+
+    @property
+    def recurs(self) -> bool:
+        """Whether the pass is worth capturing: of large prompt chunks there are few, and what they take the
+        device hides the launches."""
+        return self.trees or self.rows <= _MIXED_CAPTURED
 
     @property
     def words(self) -> int:
         """int32 words of a packed pass."""
-        return 6 * self.logit_rows + 4 * self.rows + 1 + self.sessions * (5 + self.pages)
+        return sum(map(_aligned, self.parts().values()))
+
+    def parts(self) -> dict[str, int]:
+        """int32 words of each part of a buffer, in order."""
+        r, k, s = self.rows, self.logit_rows, self.sessions
+        return {
+            "seeds": 2 * k,
+            "temperature": k,
+            "choices": k,
+            "choice_positions": k,
+            "logit_rows": k,
+            "tokens": r,
+            "positions": r,
+            "parents": r,
+            "slots": r,
+            "row_start": s + 1,
+            "lengths": s,
+            "kinds": s,
+            "first_slot": s,
+            "skip": s,
+            "page_table": s * self.pages,
+        }
 
 
 def exact_shape(step: Step) -> Shape:
+    """A step's own sizes, for one that no bucket holds."""
     return Shape(
         rows=step.tokens.numel(),
         sessions=len(step.segments),
         most_rows=max(segment.rows for segment in step.segments),
         logit_rows=step.logit_rows.numel(),
         pages=max(1, max(len(segment.pages) for segment in step.segments)),
+        trees=_only_trees(step),
     )
 
 
-def bucket(step: Step, pages: int) -> Shape | None:
-    """The sizes to which a step of trees is padded, so that passes recur; None for other steps, and for sizes
-    beyond the buckets. pages: of the longest session that there can be.
+def bucket(step: Step, pages: int, max_rows: int) -> Shape | None:
+    """The sizes to which a step is padded, so that passes and the kernels compiled for them recur; None for
+    sizes beyond the buckets. pages: of the longest session that there can be; max_rows: of a pass.
     """
-    rows = step.tokens.numel()
-    if step.logit_rows.numel() != rows or any(segment.parents is None for segment in step.segments):
-        return None
+    rows, wanted = step.tokens.numel(), step.logit_rows.numel()
     sessions = _next(_SESSIONS, len(step.segments))
-    largest = _next(_LARGEST, max(segment.rows for segment in step.segments))
-    padded = _next(_ROWS, rows) or -(-rows // 64) * 64
-    if not sessions or not largest:
+    most = max(segment.rows for segment in step.segments)
+    trees = _only_trees(step)
+    largest = _next(_LARGEST, most)
+    if not trees:  # of prompts
+        largest = largest or 1 << (most - 1).bit_length()
+        wanted = _padded(_MIXED_LOGITS, wanted) if wanted else 0
+        rows += wanted != step.logit_rows.numel()  # a row that padding logits may be of
+    padded = max(_padded(_ROWS if trees else _MIXED_ROWS, rows), sessions)
+    if not sessions or not largest or padded > max_rows:
         return None
-    padded = max(padded, sessions, largest)
-    return Shape(padded, sessions, largest, padded, pages)
+    return Shape(padded, sessions, min(largest, padded), padded if trees else wanted, pages, trees)
+
+
+def _only_trees(step: Step) -> bool:
+    whole = step.logit_rows.numel() == step.tokens.numel()
+    return whole and all(segment.parents is not None for segment in step.segments)
+
+
+def _aligned(words: int) -> int:
+    return -(-words // _ALIGNED) * _ALIGNED
 
 
 def choice_rows(groups: Sequence[RowGroup]) -> ChoiceRows | None:
@@ -120,28 +171,13 @@ class Packed:
 
 def views(buffer: torch.Tensor, shape: Shape) -> Packed:
     """`buffer` int32 [shape.words]."""
-    r, k, s = shape.rows, shape.logit_rows, shape.sessions
-    sizes = {
-        "seeds": 2 * k,  # first: int64 views want an even start
-        "temperature": k,
-        "choices": k,
-        "choice_positions": k,
-        "logit_rows": k,
-        "tokens": r,
-        "positions": r,
-        "parents": r,
-        "slots": r,
-        "row_start": s + 1,
-        "lengths": s,
-        "kinds": s,
-        "first_slot": s,
-        "skip": s,
-        "page_table": s * shape.pages,
-    }
-    parts = dict(zip(sizes, buffer.split(list(sizes.values())), strict=True))
+    parts, start = {}, 0
+    for name, size in shape.parts().items():
+        parts[name] = buffer[start : start + size]
+        start += _aligned(size)
     parts["seeds"] = parts["seeds"].view(torch.int64)
     parts["temperature"] = parts["temperature"].view(torch.float32)
-    parts["page_table"] = parts["page_table"].view(s, shape.pages)
+    parts["page_table"] = parts["page_table"].view(shape.sessions, shape.pages)
     return Packed(shape=shape, buffer=buffer, **parts)
 
 
@@ -154,7 +190,8 @@ def fill(host: Packed, step: Step, *, num_slots: int) -> int:
     shape = host.shape
     count, wanted, segments = step.tokens.numel(), step.logit_rows.numel(), step.segments
     words = host.buffer.numpy()
-    words[: words.size - shape.sessions * shape.pages] = 0
+    table_start = words.size - _aligned(shape.sessions * shape.pages)
+    words[:table_start] = 0
     array = {
         name: getattr(host, name).numpy()
         for name in ("tokens", "positions", "parents", "slots", "row_start", "lengths", "kinds", "skip")
@@ -165,7 +202,9 @@ def fill(host: Packed, step: Step, *, num_slots: int) -> int:
     array["slots"][:] = NO_SLOT
     if step.slots is not None:
         array["slots"][:count] = step.slots.numpy()
-    host.logit_rows.numpy()[:wanted] = step.logit_rows.numpy()
+    logit_rows = host.logit_rows.numpy()
+    logit_rows[:wanted] = step.logit_rows.numpy()
+    logit_rows[wanted:] = shape.rows - 1
     first_slot, table = host.first_slot.numpy(), host.page_table.numpy()
     first_slot[:] = -1
     array["kinds"][:] = CHAIN
@@ -193,7 +232,12 @@ def fill(host: Packed, step: Step, *, num_slots: int) -> int:
         host.choice_positions.numpy()[:chosen] = step.rows_choice.positions.numpy()
         host.choices.numpy()[:chosen] = step.rows_choice.choices.numpy()
     last = len(segments) - 1
-    return words.size - shape.sessions * shape.pages + last * shape.pages + len(segments[last].pages)
+    return table_start + last * shape.pages + len(segments[last].pages)
+
+
+def _padded(sizes: Sequence[int], least: int) -> int:
+    """The smallest of `sizes` that is at least `least`; beyond them a multiple of _ROWS_STEP."""
+    return _next(sizes, least) or -(-least // _ROWS_STEP) * _ROWS_STEP
 
 
 def _next(sizes: Sequence[int], least: int) -> int:

@@ -177,6 +177,17 @@ def test_a_long_prompt_beside_a_stream_runs_in_chunks_that_keep_the_goal(
     assert all(verify == 1 for verify, _ in chunks)
 
 
+def test_a_prompt_that_follows_the_last_stream_s_end_is_not_held_up(mixed: tuple[Any, Any, Client]) -> None:
+    """No stream is left that its chunks could hold up, however lately one had a token."""
+    runner, _, client = mixed
+    client.open(open_request(1, PROMPT, max_tokens=1))
+    runner.steps.clear()
+    long = [random.Random(5).randrange(12) for _ in range(390)]
+    first = client.open(open_request(2, long))
+    assert list(first.tokens) == expected(runner, long)[0][:1]
+    assert [_rows(step, tree=False) for step in runner.steps] == [128, 128, 128, 6]
+
+
 def test_short_prompts_do_not_wait_for_a_long_one_nor_it_for_ever(start: Start) -> None:
     """A stream of newcomers takes half of the rows at most."""
     runner, engine, client = start(LIMITS)

@@ -1,7 +1,7 @@
 """Accounts: what rounds of a load were expected to bring and what they brought.
 
-Owns the numbers that the cost budget keeps of each load. Does not own what is made of them (cost_budget,
-steering). Pure.
+Owns the numbers that the cost budget keeps of each load and of all together, and which rounds count. Does
+not own what is made of them (cost_budget, steering). Pure.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from gateway.budget import Expected
+from gateway.cost_model import prefill_rows, queue_s
+from gateway.generation import RoundRecord
 
 _FADE = 0.97
 """A round counts this much of the one after it."""
@@ -36,14 +38,15 @@ class Account:
         self.expected_seconds = _FADE * self.expected_seconds + expected.seconds
         self.rounds = _FADE * self.rounds + 1.0
 
-    @property
-    def bias(self) -> float:
-        """Observed over expected rate."""
+    def against(self, others: tuple[float, float] = (1.0, 1.0)) -> tuple[float, float]:
+        """(tokens, seconds) observed over expected, shrunk to what they are elsewhere."""
         if not self.rounds:
-            return 1.0
-        more = _ROUNDS * self.expected_seconds / self.rounds
-        tokens = (self.tokens + _TOKENS) / (self.expected_tokens + _TOKENS)
-        return tokens * (self.expected_seconds + more) / (self.seconds + more)
+            return others
+        tokens, more = others[0] * _TOKENS, _ROUNDS * self.expected_seconds / self.rounds
+        return (
+            (self.tokens + tokens) / (self.expected_tokens + _TOKENS),
+            (self.seconds + others[1] * more) / (self.expected_seconds + more),
+        )
 
     @property
     def rate(self) -> float | None:
@@ -53,6 +56,54 @@ class Account:
     @property
     def expected_rate(self) -> float | None:
         return self.expected_tokens / self.expected_seconds if self.expected_seconds > 0 else None
+
+
+class Calm:
+    """Tells rounds that took what rounds of their kind take from those that something else made longer.
+
+    That is a prompt in the pass, whose chunk is as large as the rounds beside it are long, or one that ran
+    while the draft was waited for; a draft that had a prompt's rows or those of plain rounds to append first;
+    and a plain round that shares the machine with trees that the draft drew ahead and nobody will ask for.
+    Where hardly any round is calm, all are judged: that is what rounds are like there.
+    """
+
+    _FADE, _FEW, _QUEUED = 0.98, 0.1, 0.1
+
+    def __init__(self) -> None:
+        self._before: dict[int, RoundRecord] = {}
+        self._share = 1.0
+
+    def judge(self, record: RoundRecord) -> bool:
+        """Once a round, in their order."""
+        before, self._before[record.cohort] = self._before.get(record.cohort), record
+        queued = record.cohorts == 1 and queue_s(record) > self._QUEUED * record.verify_wait_s
+        alone = not prefill_rows(record) and not queued
+        if before is not None:
+            # Drafting, the rows of the round before are the draft's to append.
+            alone = alone and not (record.drafted and prefill_rows(before))
+            alone = alone and bool(record.drafted) == bool(before.drafted)
+        self._share = self._FADE * self._share + (1 - self._FADE) * alone
+        return alone or self._share < self._FEW
+
+
+@dataclass(slots=True)
+class Both:
+    """Plain and drafting rounds."""
+
+    plain: Account = field(default_factory=Account)
+    drafting: Account = field(default_factory=Account)
+
+    def of(self, drafting: bool) -> Account:
+        return self.drafting if drafting else self.plain
+
+    def bias(self, others: Both) -> float:
+        """Observed over expected rate of drafting, against the same of plain decoding; where there is little,
+        what it is in `others`."""
+        found = []
+        for here, there in ((self.drafting, others.drafting), (self.plain, others.plain)):
+            tokens, seconds = here.against(there.against())
+            found.append(tokens / seconds)
+        return found[0] / found[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +126,7 @@ class Best:
 
 @dataclass(slots=True)
 class LoadState:
-    """What rounds of one load have shown; `best`, found with so many able sessions, for `fresh` more rounds.
+    """What rounds of one load have shown; `best`, found with `able` sessions, holds until round `until`.
 
     forecast: gain of the best rounds found so far, each with other trees, fading; gain: corrected.
     """
@@ -83,8 +134,7 @@ class LoadState:
     best: Best | None = None
     forecast: float = 0.0
     informed: bool = False
-    fresh: int = 0
+    until: int = 0
     able: int = 0
     gain: float | None = None
-    plain: Account = field(default_factory=Account)
-    drafting: Account = field(default_factory=Account)
+    rounds: Both = field(default_factory=Both)

@@ -196,14 +196,23 @@ def _well_formed(tree: DraftTree, vocab_size: int) -> bool:
     )
 
 
+SPARED_ROUNDS = 32
+"""So many rounds in a row must have gone without the draft before new sessions are spared it."""
+WANTED_ROUNDS = 8
+"""So many rounds in a row must want a draft before sessions that were spared are opened there: a gap between
+two requests is no change of load."""
+
+
 class SharedRows:
     """The simple policy: a cap per tree, a pool of verify rows shared by all, no draft pass for crumbs.
 
     Every running session has its anchor row in any case; what is left of `max_verify_rows` is shared evenly
-    by the sessions that can speculate. Leftover rows go to the first ones.
+    by the sessions that can speculate. Leftover rows go to the first ones. Sessions that come while the draft
+    has been skipped for a while are not opened there: what it appends for them takes a CPU's cores.
     """
 
-    def __init__(self, *, tree_budget: int, max_verify_rows: int, min_tree: int) -> None:
+    def __init__(self, *, tree_budget: int, max_verify_rows: int, min_tree: int, cohorts: int = 1) -> None:
+        """max_verify_rows: of a pass of one of `cohorts`."""
         for name, value in (("tree_budget", tree_budget), ("min_tree", min_tree)):
             if value < 0:
                 raise InvalidRequest(f"{name} is {value}; it must be at least 0", param=name)
@@ -214,9 +223,18 @@ class SharedRows:
         self.tree_budget = tree_budget
         self.max_verify_rows = max_verify_rows
         self.min_tree = min_tree
+        self.cohorts = cohorts
+        self._skipped = 0
+        self._wanting = 0
 
     def measured(self, target: TargetInfo, draft: DraftInfo | None) -> None:
         return None
+
+    def _share(self, sessions: int, able: int) -> tuple[int, int]:
+        """(nodes of each, nodes left over); (0, 0) where a share is not worth a draft pass."""
+        share, extra = divmod(max(0, self.max_verify_rows - sessions), able)
+        # A budget the operator set below min_tree is meant: only sharing may make the draft not worth it.
+        return (share, extra) if share >= max(1, min(self.min_tree, self.tree_budget)) else (0, 0)
 
     def plan(self, candidates: Sequence[Candidate], beside: Beside | None = None) -> Plan:
         none = (0,) * len(candidates)
@@ -225,11 +243,11 @@ class SharedRows:
         able = [i for i, c in enumerate(candidates) if c.max_nodes > 0 and c.max_depth > 0]
         if not able:
             return Plan(none)
-        free = max(0, self.max_verify_rows - len(candidates))
-        share, extra = divmod(free, len(able))
-        # A budget the operator set below min_tree is meant: only sharing may make the draft not worth it.
-        if share < min(self.min_tree, self.tree_budget) or share == 0:
+        share, extra = self._share(len(candidates), len(able))
+        if not share:
+            self._skipped += 1
             return Plan(none, "budget", hold=(True,) * len(candidates))
+        self._skipped = 0
         nodes = list(none)
         for place, i in enumerate(able):
             nodes[i] = min(self.tree_budget, candidates[i].max_nodes, share + (1 if place < extra else 0))
@@ -244,14 +262,21 @@ class SharedRows:
     def throughput(self, sessions: int, cohorts: int) -> float | None:
         return None
 
+    def _drafts(self, sessions: int) -> bool:
+        """Whether rounds draft with so many sessions in all, if all of them can speculate."""
+        own = -(-sessions // self.cohorts)
+        return self.tree_budget > 0 and (own < 1 or self._share(own, own)[0] > 0)
+
     def spares(self, sessions: int) -> bool:
-        return False
+        return self._skipped >= SPARED_ROUNDS and not self._drafts(sessions)
 
     def wants_draft(self, sessions: int) -> bool:
-        return True
+        self._wanting = self._wanting + 1 if self._drafts(sessions) else 0
+        return self._wanting > WANTED_ROUNDS
 
     def worth_capturing(self, *, rows: int, remaining: int, sessions: int) -> bool:
-        return True
+        # Two cores take a tenth of a step for a row, and a third of a step is what a drafted token saves.
+        return 2 * remaining >= rows
 
     def report(self) -> BudgetReport:
         return BudgetReport("fixed")

@@ -10,8 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gateway.accounts import Best, Found, LoadState
-from gateway.budget import Beside, Candidate, Chosen, Expected, Outcome, Plan
+from gateway.accounts import Best, Both, Calm, Found, LoadState
+from gateway.budget import (
+    SPARED_ROUNDS,
+    WANTED_ROUNDS,
+    Beside,
+    Candidate,
+    Chosen,
+    Expected,
+    Outcome,
+    Plan,
+)
 from gateway.calibration import Calibration, Mode
 from gateway.cost_model import CostModel, own_seconds
 from gateway.forecast import Forecast
@@ -34,11 +43,11 @@ JUDGED = 8
 """Trees of one round that calibration and forecast learn from: more would only cost time."""
 FORECAST_TREES = 24
 """A forecast is made with about so many trees, at least one for each session; the next with others."""
+POOL = 2048
+"""Nodes of all sessions' trees that one search looks at: each takes about a microsecond."""
 _STEP = 0.5
-SPARED_GAIN, SPARED_ROUNDS = 0.95, 32
-"""A load with a lower gain that has decoded plainly for so many rounds spares new sessions the draft."""
-WANTED_ROUNDS = 8
-"""So many rounds in a row must want a draft before sessions that were spared are opened there."""
+SPARED_GAIN = 0.95
+"""A load with a lower gain that has decoded plainly for SPARED_ROUNDS spares new sessions the draft."""
 CAPTURE_MARGIN = 1.5
 """What is saved must be so many times what running a session's rows again takes."""
 TRUSTED_ROUNDS = 8
@@ -54,6 +63,9 @@ class CostBudget:
         self.steering = Steering()
         self.costs = CostModel()
         self._loads: dict[Load, LoadState] = {}
+        self._overall: dict[int, Both] = {}
+        self._calm = Calm()
+        self._rounds = 0
         self._drafting_rounds = 0
         self._wanting = 0
         self._wanting_load = Load(0)
@@ -67,6 +79,7 @@ class CostBudget:
     def measured(self, target: TargetInfo, draft: DraftInfo | None) -> None:
         if self.costs.measured(target, draft):
             self._loads.clear()
+            self._overall.clear()
 
     def plan(self, candidates: Sequence[Candidate], beside: Beside | None = None) -> Plan:
         count = len(candidates)
@@ -81,8 +94,9 @@ class CostBudget:
         state = self._loads.get(load)
         if state is None:
             state = self._loads[load] = LoadState()
+        self._rounds += 1
         best = self._best_for(state, candidates, able, beside)
-        state.gain = self._gain(state, count, beside)
+        state.gain = self._gain(state, load, beside)
         verdict = self.steering.decide(
             load,
             state.gain,
@@ -140,14 +154,13 @@ class CostBudget:
     def observe(self, record: RoundRecord, outcomes: Sequence[Outcome]) -> None:
         load = Load(load_class(record.sessions), record.cohorts)
         state = self._loads.get(load)
-        if record.tokens >= record.sessions and state is not None:
-            seconds = self.costs.of(record)
-            if not record.drafted:
-                state.plain.add(record.tokens, own_seconds(record), Expected(record.sessions, seconds))
-            elif record.expected_tokens is not None:
-                expected = Expected(record.expected_tokens, seconds)
-                state.drafting.add(record.tokens, own_seconds(record), expected)
-        self.costs.observe(record)
+        calm = self._calm.judge(record)
+        expected = record.expected_tokens if record.drafted else float(record.sessions)
+        if state is not None and expected is not None and calm and record.tokens >= record.sessions:
+            usual = Expected(expected, self.costs.of(record))
+            for rounds in (state.rounds, self._overall.setdefault(load.cohorts, Both())):
+                rounds.of(record.drafted > 0).add(record.tokens, own_seconds(record), usual)
+        self.costs.observe(record, calm=calm)
         self._learn(outcomes)
 
     def throughput(self, sessions: int, cohorts: int) -> float | None:
@@ -160,15 +173,16 @@ class CostBudget:
             best = max(best, found.tokens / found.seconds)
         return best * cohorts
 
-    def _gain(self, state: LoadState, count: int, beside: Beside | None) -> float:
+    def _gain(self, state: LoadState, load: Load, beside: Beside | None) -> float:
         """Throughput of drafting over plain decoding, by the forecast and by what late rounds were cut to."""
         gain = state.forecast
-        drafted = state.drafting.expected_rate
+        drafted = state.rounds.drafting.expected_rate
         if drafted is not None:
-            plain = self.costs.plain(count, beside)
-            share = state.drafting.rounds / (state.drafting.rounds + TRUSTED_ROUNDS)
+            plain = self.costs.plain(load.sessions, beside)
+            share = state.rounds.drafting.rounds / (state.rounds.drafting.rounds + TRUSTED_ROUNDS)
             gain = gain ** (1 - share) * (drafted * plain.seconds / plain.tokens) ** share
-        return gain * state.drafting.bias / state.plain.bias
+        overall = self._overall.get(load.cohorts)
+        return gain if overall is None else gain * state.rounds.bias(overall)
 
     # ---- sessions without a draft session ----------------------------------------------------
 
@@ -217,14 +231,13 @@ class CostBudget:
         not be paid whenever one of them comes or goes.
         """
         same = load_class(state.able) == load_class(len(able))
-        if state.best is not None and same and state.fresh > 0:
-            state.fresh -= 1
+        if state.best is not None and same and self._rounds < state.until:
             return state.best
         state.best = self._search(candidates, able, beside)
         # A forecast made with few trees, or none, is no part of the mean.
         state.forecast += (_STEP if state.informed else 1.0) * (state.best.gain - state.forecast)
         state.informed = self.forecast.known(self._mode) >= FORECAST_TREES
-        state.fresh, state.able = REPLAN if state.informed else 1, len(able)
+        state.until, state.able = self._rounds + (REPLAN if state.informed else 1), len(able)
         return state.best
 
     def _search(self, candidates: Sequence[Candidate], able: Sequence[int], beside: Beside | None) -> Best:
@@ -308,7 +321,7 @@ class CostBudget:
 
     def _reach(self, sessions: int) -> int:
         """Nodes of a session's tree worth thinking about: at high load few are ever paid for."""
-        return min(MAX_ASKED, max(4, 1024 // max(1, sessions)))
+        return min(MAX_ASKED, max(4, POOL // max(1, sessions)))
 
     # ---- learning ---------------------------------------------------------------------------
 
@@ -345,13 +358,13 @@ class CostBudget:
             load.cohorts,
             bool(self.steering.drafting(load)),
             state.gain if state is not None else None,
-            state.plain.rate if state is not None else None,
-            state.drafting.rate if state is not None else None,
+            state.rounds.plain.rate if state is not None else None,
+            state.rounds.drafting.rate if state is not None else None,
             self.steering.until_probe(load),
         )
 
 
 def _counts(able: int) -> list[int]:
-    """How many sessions may be drafted for together: all numbers of few, powers of two of many, and all."""
-    some = range(1, able) if able <= 8 else (n for n in (1, 2, 4, 8, 16, 32, 64, 128) if n < able)
+    """How many may be drafted for together: all numbers of few; powers of two from an eighth on, and all."""
+    some = range(1, able) if able <= 8 else (n for n in (4, 8, 16, 32, 64, 128) if able <= 8 * n < 8 * able)
     return [*some, able] if able else []

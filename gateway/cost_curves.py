@@ -116,7 +116,7 @@ class CostCurve:
     """Seconds by size and context: the grid, times what observation says about it.
 
     A size that has been observed goes by its own median of observed / grid; one that has not, by those of the
-    nearest sizes that have (weights fall by half with each doubling of the distance, seen as a ratio). Costs
+    nearest sizes that have (weights fall to a sixteenth with each doubling of the size between them). Costs
     do not fall with size: what has been seen more often bounds what has been seen less.
     """
 
@@ -156,6 +156,10 @@ class CostCurve:
         if size <= 0:
             return 0.0
         return self._in_order(size, context, self._grid.seconds(size, context) * self._factor(size, context))
+
+    def measured(self, size: int, context: int) -> float:
+        """What was measured at start, whatever rounds have shown since."""
+        return self._grid.seconds(size, context)
 
     def table(self, first: int, last: int, context: int) -> list[float]:
         """seconds(size, context) of sizes first .. last; kept until an observation moves the curve."""
@@ -218,7 +222,7 @@ class CostCurve:
             if (other, octave) == key:
                 continue
             distance = abs(math.log2(_class_size(other) / place)) + abs(octave - key[1])
-            weight = min(len(seen), _FULL_AT) * 2.0 ** (-2 * distance)
+            weight = min(len(seen), _FULL_AT) * 2.0 ** (-4 * distance)
             weights += weight
             total += weight * math.log(seen.median)
         return math.exp(total / weights)

@@ -1,7 +1,9 @@
 """The cost model: what a round is expected to take.
 
 Owns the curves of verifying, drafting and the rest of a round, where they begin (what the services measured)
-and which parts of a round move them. Does not own what is decided with them (cost_budget). Pure.
+and which parts of a round move them. A verify pass costs by its rows, and something more for each session
+beyond the first: services measure their curves with one. Does not own what is decided with them
+(cost_budget). Pure.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ class CostModel:
         self.context = 128
         self.has_draft = False
         self._verify = CostCurve(_UNKNOWN_VERIFY)
+        self._session = SessionTerm()
         self._draft = CostCurve(_UNKNOWN_DRAFT)
         # Apart, so that what a draft costs besides its wait is not held against plain decoding.
         self._overhead = {drafting: CostCurve(_UNKNOWN_OVERHEAD) for drafting in (False, True)}
@@ -39,6 +42,7 @@ class CostModel:
             self._verify = CostCurve(
                 [Point(p.rows, p.context, p.time_ns / 1e9) for p in target.verify_cost] or _UNKNOWN_VERIFY
             )
+            self._session = SessionTerm()
         if draft is not None and draft.instance != self._drafter:
             self._drafter, self.has_draft, news = draft.instance, True, True
             block = max(1, draft.block_size)
@@ -48,13 +52,22 @@ class CostModel:
             )
         return news
 
-    def observe(self, record: RoundRecord) -> None:
-        """What a round took. Rounds with prompt rows, or without an answer, say nothing of its parts."""
-        if not record.tokens or _prefill_rows(record):
+    def observe(self, record: RoundRecord, *, calm: bool = True) -> None:
+        """What a round took. One without an answer says nothing; a prompt's row costs as much as a tree's.
+
+        calm: nothing made it longer than rounds like it are; if not, its waits are no more than bounds.
+        """
+        if not record.tokens:
             return
-        self._verify.observe(record.rows, record.context * record.sessions, verify_seconds(record))
-        self._draft.observe(record.drafted, record.context, record.draft_wait_s)
         self._overhead[record.drafted > 0].observe(record.sessions, 0, record.gateway_s)
+        if calm or record.draft_wait_s < self._draft.seconds(record.drafted, record.context):
+            self._draft.observe(record.drafted, record.context, record.draft_wait_s)
+        if not (calm or record.drafted or prefill_rows(record)):
+            return
+        rows, context = record.rows + prefill_rows(record), record.context * record.sessions
+        seconds, further = verify_seconds(record), record.sessions - 1
+        self._session.observe(further, seconds, self._verify.measured(rows, context))
+        self._verify.observe(rows, context, seconds - self._session.seconds * further)
 
     def seconds(self, sessions: int, drafted: int, nodes: int, beside: Beside | None = None) -> list[float]:
         """Expected seconds of a round of `sessions`, `drafted` of them drafted for, by nodes 0 .. `nodes`.
@@ -62,31 +75,35 @@ class CostModel:
         With another cohort beside it the target's passes follow each other: a round is no shorter than both.
         """
         fixed = self._overhead[drafted > 0].seconds(sessions, 0) + self._draft.seconds(drafted, self.context)
-        verify = self._verify.table(sessions, sessions + nodes, self.context * sessions)[: nodes + 1]
-        if beside is None:
-            return [fixed + seconds for seconds in verify]
-        other = beside.verify_s
-        return [seconds + (fixed if fixed > other else other) for seconds in verify]
+        if beside is not None:
+            fixed = max(fixed, beside.verify_s)
+        return [fixed + seconds for seconds in self._passes(sessions, nodes)]
+
+    def _passes(self, sessions: int, nodes: int) -> list[float]:
+        """Of a verify pass, by nodes 0 .. `nodes`."""
+        further = self._session.seconds * (sessions - 1)
+        table = self._verify.table(sessions, sessions + nodes, self.context * sessions)
+        return [further + seconds for seconds in table[: nodes + 1]]
 
     def paired(self, sessions: int, drafted: int, nodes: int, cohorts: int) -> list[float]:
         """`seconds`, of one of `cohorts` alike: with two, both verify on the same target in a period."""
         alone = self.seconds(sessions, drafted, nodes)
         if cohorts == 1:
             return alone
-        verify = self._verify.table(sessions, sessions + nodes, self.context * sessions)
-        return [max(own, 2.0 * passes) for own, passes in zip(alone, verify, strict=False)]
+        passes = self._passes(sessions, nodes)
+        return [max(own, 2.0 * verify) for own, verify in zip(alone, passes, strict=True)]
 
     def plain(self, sessions: int, beside: Beside | None = None) -> Expected:
         """A round without the draft."""
         return Expected(float(sessions), self.seconds(sessions, 0, 0, beside)[0])
 
     def of(self, record: RoundRecord) -> float:
-        """Expected seconds of a round as it went, prompt rows included."""
-        rows = record.rows + _prefill_rows(record)
+        """Expected seconds of a round as it went, without prompt rows."""
         return (
             self._overhead[record.drafted > 0].seconds(record.sessions, 0)
             + self._draft.seconds(record.drafted, record.context)
-            + self._verify.seconds(rows, record.context * record.sessions)
+            + self._verify.seconds(record.rows, record.context * record.sessions)
+            + self._session.seconds * (record.sessions - 1)
         )
 
     def capture(self, rows: int) -> float:
@@ -103,26 +120,69 @@ class CostModel:
         sizes = sorted({*self._verify.measured_sizes, sessions})
         return _curve(self._verify.points(sizes, context))
 
+    @property
+    def session_seconds(self) -> float:
+        """What each session beyond the first adds to a verify pass, besides its rows."""
+        return self._session.seconds
+
     def draft_points(self) -> tuple[tuple[int, int, float], ...]:
         """(sessions, context, ms), for people."""
         return _curve(self._draft.points(self._draft.measured_sizes, self.context))
 
 
+class SessionTerm:
+    """Seconds that each session beyond the first adds to a pass; see the module.
+
+    Least squares with a prior and a fading memory, of observed over measured seconds:
+    1 + a + b * (further sessions) * (a single row's seconds) / (measured seconds). `a` is what the machine
+    takes otherwise than measured whatever the sessions are. Its prior is narrow: a curve was measured with
+    one session, so what rounds of several take longer is laid to their number.
+    """
+
+    _FADE = 0.98
+    _PRIOR = (40.0, 1.0)
+    """Weights of a = 0 and b = 0, in rounds."""
+
+    def __init__(self) -> None:
+        self._unit = 0.0
+        # Fading sums over rounds of (1, x, x * x), and of (y, x * y).
+        self._squares = [0.0, 0.0, 0.0]
+        self._products = [0.0, 0.0]
+        self.seconds = 0.0
+
+    def observe(self, further: int, seconds: float, measured: float) -> None:
+        """A pass with `further` sessions took so long; the curve as measured says `measured` of its rows."""
+        if not self._unit:
+            self._unit = measured
+        # One stalled pass says nothing about the next.
+        more = min(seconds / measured, 8.0) - 1.0
+        x = further * self._unit / measured
+        fade, (ones, cross, squares), (first, second) = self._FADE, self._squares, self._products
+        self._squares = [fade * ones + 1.0, fade * cross + x, fade * squares + x * x]
+        self._products = [fade * first + more, fade * second + x * more]
+        (ones, cross, squares), (first, second) = self._squares, self._products
+        ones, squares = ones + self._PRIOR[0], squares + self._PRIOR[1]
+        slope = (ones * second - cross * first) / (ones * squares - cross * cross)
+        self.seconds = max(0.0, slope) * self._unit
+
+
 def verify_seconds(record: RoundRecord) -> float:
     """Of a round's verify pass, seen from here: without the time that it stood in the target's queue."""
-    return max(0.0, record.verify_wait_s - _queue_s(record))
+    return max(0.0, record.verify_wait_s - queue_s(record))
 
 
 def own_seconds(record: RoundRecord) -> float:
     """Of a round, without what another cohort or a prompt made it wait in the target's queue."""
-    return max(0.0, record.total_s - _queue_s(record))
+    return max(0.0, record.total_s - queue_s(record))
 
 
-def _queue_s(record: RoundRecord) -> float:
+def queue_s(record: RoundRecord) -> float:
+    """Seconds that a round's rows stood behind another pass."""
     return record.target_timings.queue_ns / 1e9 if record.target_timings is not None else 0.0
 
 
-def _prefill_rows(record: RoundRecord) -> int:
+def prefill_rows(record: RoundRecord) -> int:
+    """Prompt rows that shared a round's passes."""
     return record.target_timings.prefill_rows if record.target_timings is not None else 0
 
 

@@ -14,8 +14,13 @@ def policy_for(limits: SchedulerLimits) -> BudgetPolicy:
     """The policy that `limits` ask for."""
     if limits.budget == "cost":
         return CostBudget()
-    rows = limits.max_verify_rows // max(1, limits.cohorts)
-    return SharedRows(tree_budget=limits.tree_budget, max_verify_rows=max(1, rows), min_tree=limits.min_tree)
+    cohorts = max(1, limits.cohorts)
+    return SharedRows(
+        tree_budget=limits.tree_budget,
+        max_verify_rows=max(1, limits.max_verify_rows // cohorts),
+        min_tree=limits.min_tree,
+        cohorts=cohorts,
+    )
 
 
 def largest_tree(limits: SchedulerLimits) -> int:

@@ -45,11 +45,12 @@ class SteeringRules:
     dwell        least rounds between two changes; doubled (up to max_dwell) by a change that comes soon after
                  the last one
     burst        drafting rounds of a probe from plain decoding: the first ones pay for rows held back
+    pair         plain rounds of a probe from drafting: the first still shares the machine with the draft
     patience     rounds that a load must want drafting before sessions whose rows are held back catch up: a
                  gap between two requests is no change of load
     loss         share of the throughput that probes may cost
     first        rounds between the first plain rounds of a load that begins with drafting: until there are a
-                 few, what they take is hearsay
+                 few, what they take is hearsay; above a gain of `clear` that is no matter
     """
 
     start: float = 1.02
@@ -57,9 +58,11 @@ class SteeringRules:
     dwell: int = 8
     max_dwell: int = 2048
     burst: int = 8
+    pair: int = 2
     patience: int = 4
     loss: float = 0.004
     first: int = 6
+    clear: float = 1.5
     least_interval: int = 48
     most_interval: int = 16384
 
@@ -92,8 +95,7 @@ class Steering:
         """
         state = self._states.get(load)
         if state is None:
-            state = self._states[load] = _State(gain > 1.0, self.rules.dwell)
-            state.until_probe = self._interval(state, gain)
+            state = self._states[load] = self._begin(load, gain)
             if not state.drafting and not known:
                 state.burst_left = self.rules.burst
         verdict = self._steer(state, gain)
@@ -104,6 +106,27 @@ class Steering:
         self._wanting = self._wanting + 1 if behind else self.rules.patience
         return verdict if self._wanting >= self.rules.patience else Verdict(False)
 
+    def _begin(self, load: Load, gain: float) -> _State:
+        """A load that was never met does what its gain says or, if that says little, what its nearest
+        neighbour does; what plain rounds take is known from there.
+        """
+        rules, near = self.rules, self._nearest(load)
+        unsure = near is not None and rules.stop <= gain <= rules.start
+        state = _State(near.drafting if near is not None and unsure else gain > 1.0, rules.dwell)
+        state.plain_seen = near.plain_seen if near is not None else 0
+        state.until_probe = self._interval(state, gain)
+        return state
+
+    def _nearest(self, load: Load) -> _State | None:
+        """The state of the load most like this one, of those with up to twice or half as many sessions."""
+
+        def distance(other: Load) -> float:
+            return abs(math.log2(other.sessions / load.sessions))
+
+        near = (other for other in self._states if other.cohorts == load.cohorts and distance(other) <= 1.0)
+        found = min(near, key=distance, default=None)
+        return self._states[found] if found is not None else None
+
     def _steer(self, state: _State, gain: float) -> Verdict:
         rules = self.rules
         state.rounds += 1
@@ -111,6 +134,8 @@ class Steering:
             state.plain_seen = FEW
         if state.burst_left:
             state.burst_left -= 1
+            if state.drafting:
+                return Verdict(False, "plain")
             if not state.burst_left:
                 self._judge(state, gain)
             return Verdict(True, "draft")
@@ -122,10 +147,8 @@ class Steering:
             return Verdict(state.drafting)
         state.plain_seen += state.drafting
         state.until_probe = self._interval(state, gain)
-        if state.drafting:
-            return Verdict(False, "plain")
-        state.burst_left = rules.burst
-        return Verdict(True, "draft")
+        state.burst_left = rules.pair - 1 if state.drafting else rules.burst
+        return Verdict(not state.drafting, "plain" if state.drafting else "draft")
 
     def _judge(self, state: _State, gain: float) -> None:
         """A probe from plain decoding is over."""
@@ -147,10 +170,12 @@ class Steering:
         """Rounds until the next probe, so that probes cost no more than `loss`."""
         rules = self.rules
         gain = max(gain, 1e-3)
-        if state.drafting and state.plain_seen < FEW:
+        if state.drafting and state.plain_seen < FEW and gain < rules.clear:
             return rules.first
+        if state.drafting and not state.plain_seen:
+            return rules.least_interval
         if state.drafting:
-            rounds = max(0.02, 1.0 - 1.0 / gain) / rules.loss
+            rounds = rules.pair * max(0.02, 1.0 - 1.0 / gain) / rules.loss
         else:
             rounds = (rules.burst + 1) * max(0.02, 1.0 / gain - 1.0) / rules.loss * 2 ** min(state.failed, 5)
         return int(min(max(rounds, rules.least_interval), rules.most_interval))

@@ -311,7 +311,7 @@ def test_a_load_begins_as_the_model_says_and_changes_at_its_thresholds() -> None
     for _ in range(8 * rules.dwell):
         steering.decide(LOAD, 1.1)
     assert steering.drafting(LOAD) is True and steering.changes(LOAD) == 2
-    assert steering.drafting(Load(4, 2)) is None  # loads know nothing of each other
+    assert steering.drafting(Load(4, 2)) is None
 
 
 @pytest.mark.parametrize("gain", [0.97, 1.0, 1.03])
@@ -374,3 +374,25 @@ def test_a_gap_in_the_load_is_no_reason_to_catch_up() -> None:
     # One stream to stay: after a few rounds it catches up; who is not behind need not wait.
     assert [steering.decide(low, 2.0, behind=True).drafting for _ in range(5)] == [False] * 3 + [True] * 2
     assert steering.decide(low, 2.0, behind=False).drafting
+
+
+@pytest.mark.parametrize("drafting", [True, False])
+def test_a_load_never_met_does_as_its_neighbour_where_the_gain_decides_nothing(drafting: bool) -> None:
+    steering = Steering()
+    steering.decide(Load(4), 1.3 if drafting else 0.7)
+    assert steering.decide(Load(5), 1.0).drafting is drafting
+    assert steering.decide(Load(6), 0.9 if drafting else 1.1).drafting is not drafting  # the gain is clear
+    assert not steering.decide(Load(60), 1.0).drafting  # no neighbour, and no gain
+
+
+def test_what_plain_rounds_take_is_asked_once_of_loads_that_are_alike() -> None:
+    """A few plain rounds soon after the start, in pairs; the next load trusts them."""
+    steering = Steering()
+    soon = 5 * steering.rules.first
+    first = [steering.decide(Load(7), 1.2) for _ in range(soon)]
+    assert sum(v.probe == "plain" for v in first) >= 3
+    probes = [v.probe for v in first]
+    assert all(
+        probes[i + 1] == "plain" for i, p in enumerate(probes[:-1]) if p == "plain" and not probes[i - 1]
+    )
+    assert not any(steering.decide(Load(8), 1.2).probe for _ in range(soon))

@@ -189,7 +189,8 @@ def test_few_of_many_are_drafted_for_when_drafts_are_dear() -> None:
     found = Bench(Costs(cpu_verify, lambda n: 0.008 * n, overhead=0.001), run.trees)
     rate = found.run(policy, 4, 400, first=200)
     assert rate > 1.01 * found.best_fixed(4) >= 1.01 * found.fixed_rate(4, 0)
-    plan = policy.plan([Candidate(i, 64, HORIZON, 200) for i in range(4)])
+    plans = (policy.plan([Candidate(i, 64, HORIZON, 200) for i in range(4)]) for _ in range(3))
+    plan = next(plan for plan in plans if plan.drafts)  # it may be amid a probe
     asked = [n > 0 for n in plan.nodes]
     assert 1 <= sum(asked) < 4
     assert list(plan.hold) == [not one for one in asked]

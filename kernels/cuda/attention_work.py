@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 # far behind the second's, and so on). First come all tiles' first parts: merging has a program for each.
 FIELDS = tl.constexpr(16)
 _PROGRAM_ITEMS = 32  # items a planning program writes
+_FEW_SESSIONS = 64  # up to so many, all passes share one compiled kernel
+# Sizes of a pass and its tiles: as constants they would have the kernel compiled anew while streams wait.
+_VARYING = ["rows", "sessions", "slots", "capacity", "part_cost", "block_m", "block_n", "min_blocks"]
 
 
 def plan(batch: RaggedBatch, workspace: AttentionWorkspace) -> None:
@@ -36,19 +39,19 @@ def plan(batch: RaggedBatch, workspace: AttentionWorkspace) -> None:
         slots,
         workspace.capacity,
         tiling.part_cost,
+        tiling.block_m,
+        tiling.block_n,
+        tiling.min_blocks,
         GROUP=workspace.heads // workspace.kv_heads,
         PAGE=workspace.page_size,
-        BLOCK_M=tiling.block_m,
-        BLOCK_N=tiling.block_n,
-        MIN_BLOCKS=tiling.min_blocks,
         SPLITS=workspace.splits,
-        SESSIONS=max(16, triton.next_power_of_2(batch.sessions + 1)),
+        SESSIONS=max(_FEW_SESSIONS, triton.next_power_of_2(batch.sessions + 1)),
         ITEMS=_PROGRAM_ITEMS,
         num_warps=4,
     )
 
 
-@triton.jit(do_not_specialize=["rows", "sessions", "slots", "capacity"])
+@triton.jit(do_not_specialize=_VARYING)
 def _plan(
     row_start,
     lengths,
@@ -59,11 +62,11 @@ def _plan(
     slots,
     capacity,
     part_cost,
+    block_m,
+    block_n,
+    min_blocks,
     GROUP: tl.constexpr,
     PAGE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MIN_BLOCKS: tl.constexpr,
     SPLITS: tl.constexpr,
     SESSIONS: tl.constexpr,
     ITEMS: tl.constexpr,
@@ -80,9 +83,9 @@ def _plan(
     low = tl.maximum(tl.maximum(length - reach + 1, length - context), 0)
     low = low // PAGE * PAGE
     # At least what any tile of the session sees; parts past a tile's own end do nothing.
-    line = (length - low + count + BLOCK_N - 1) // BLOCK_N
+    line = (length - low + count + block_n - 1) // block_n
     line = tl.where(s < sessions, line, 0)
-    tiles = (count * GROUP + BLOCK_M - 1) // BLOCK_M
+    tiles = (count * GROUP + block_m - 1) // block_m
     if SPLITS:
         # How many blocks a part has: the number that ends first, of parts that fill the device once to four
         # times, and of somewhat longer ones, whose number may divide the tiles better. Parts of the first
@@ -91,7 +94,7 @@ def _plan(
         k = tl.arange(0, 32)
         rounds = k // 8 + 1
         size = (total + capacity * rounds - 1) // (capacity * rounds)
-        size = tl.maximum((size * (8 + k % 8) + 7) // 8, MIN_BLOCKS)
+        size = tl.maximum((size * (8 + k % 8) + 7) // 8, min_blocks)
         each = tl.maximum((line[None, :] + size[:, None] - 1) // size[:, None], 1)
         number = tl.sum(each * tiles[None, :], 1)
         cost = (number + capacity - 1) // capacity * (size + part_cost)

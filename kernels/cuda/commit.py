@@ -73,7 +73,7 @@ def publish_rows(
         taps.stride(0),
         ring.stride(0),
         sessions,
-        SESSION_BLOCK=max(16, triton.next_power_of_2(sessions)),
+        SESSION_BLOCK=max(64, triton.next_power_of_2(sessions)),
         WIDTH=width,
         BLOCK=block,
         num_warps=max(1, min(8, block // 256)),

@@ -31,7 +31,7 @@ def ancestor_words(
         words,
         ALL_TREES=kinds is None,
         ROWS=_ROWS,
-        SESSIONS=max(16, triton.next_power_of_2(sessions)),
+        SESSIONS=max(64, triton.next_power_of_2(sessions)),
         WORDS=triton.next_power_of_2(words),
         num_warps=1,
     )

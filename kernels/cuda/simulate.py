@@ -35,7 +35,7 @@ def _class_of(seed, base, choice, class_ends, CLASSES: tl.constexpr, WIDTH: tl.c
     return tl.sum(((word.to(tl.int64) >= ends) & inside).to(tl.int32), axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _true_tokens(seeds, positions, choices, out, count, vocab, ROWS: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < count

@@ -25,7 +25,7 @@ _ROWS_STEP = 128  # beyond those
 # With prompt chunks among them, rows come in any number: fewer sizes, of the whole and of what gets logits.
 _MIXED_ROWS = (8, 16, 32, 64, 96, 136, 192, 264, 320)
 _MIXED_LOGITS = (8, 32, 136, 320)
-_MIXED_CAPTURED = _MIXED_ROWS[-1]
+_MIXED_CAPTURED = 1024
 _SESSIONS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 # All that follows from a session's most rows is the tile of attention, and the width of the ancestor bitmask.
 _LARGEST = (1, 8, 16, 72, 264, 520)

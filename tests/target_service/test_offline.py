@@ -92,7 +92,9 @@ def test_hidden_states_are_those_of_transformers(folder: Path, oracle: PlainDeco
     for text, rows in zip(texts, taps, strict=True):
         states = oracle.model(torch.tensor([text]), output_hidden_states=True).hidden_states
         wanted = torch.cat([states[layer + 1][0] for layer in TAPS], dim=-1)
-        torch.testing.assert_close(rows.cpu().float(), wanted, atol=2e-4, rtol=2e-4)
+        # Of each row as a whole: single elements cancel, and what remains is rounding of the others.
+        off = (rows.cpu().float() - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+        assert off.max() < 2e-5, off
 
 
 def test_prompts_are_cut_into_passes() -> None:

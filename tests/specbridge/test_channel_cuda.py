@@ -59,7 +59,12 @@ def expected(count: int, seed: int, width: int, dtype: str) -> bytes:
 
 @pytest.fixture
 def holdings(monkeypatch: pytest.MonkeyPatch) -> Holdings:
-    """Of this process."""
+    """Of this process, from when an earlier test's part is given back."""
+    gc.collect()
+    end = time.monotonic() + 20.0
+    while RELEASES.pending and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not RELEASES.pending
     monkeypatch.setattr(RuntimeCalls, "_call", RuntimeCalls._call)  # as it is to be afterwards
     return Holdings()
 

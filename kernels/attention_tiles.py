@@ -59,7 +59,7 @@ _HALF: dict[tuple[int, int], Tiling] = {
     (64, 128): Tiling(128, 128, 8, 3),
     (128, 16): Tiling(16, 128, 4, 3),
     (128, 32): Tiling(32, 64, 4, 3, resident=2),
-    (128, 64): Tiling(64, 64, 4, 3, min_blocks=4),
+    (128, 64): Tiling(64, 64, 4, 3, resident=2, min_blocks=4),
     (128, 128): Tiling(128, 64, 8, 3, min_blocks=4),
     (256, 16): Tiling(16, 32, 4, 3, resident=2),
     (256, 32): Tiling(32, 32, 4, 3, resident=2),

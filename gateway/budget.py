@@ -196,8 +196,6 @@ def _well_formed(tree: DraftTree, vocab_size: int) -> bool:
     )
 
 
-SPARED_ROUNDS = 32
-"""So many rounds in a row must have gone without the draft before new sessions are spared it."""
 WANTED_ROUNDS = 8
 """So many rounds in a row must want a draft before sessions that were spared are opened there: a gap between
 two requests is no change of load."""
@@ -207,8 +205,8 @@ class SharedRows:
     """The simple policy: a cap per tree, a pool of verify rows shared by all, no draft pass for crumbs.
 
     Every running session has its anchor row in any case; what is left of `max_verify_rows` is shared evenly
-    by the sessions that can speculate. Leftover rows go to the first ones. Sessions that come while the draft
-    has been skipped for a while are not opened there: what it appends for them takes a CPU's cores.
+    by the sessions that can speculate. Leftover rows go to the first ones. Where so many run that the draft
+    is skipped, sessions that come are not opened there: what it appends for them takes a CPU's cores.
     """
 
     def __init__(self, *, tree_budget: int, max_verify_rows: int, min_tree: int, cohorts: int = 1) -> None:
@@ -224,17 +222,10 @@ class SharedRows:
         self.max_verify_rows = max_verify_rows
         self.min_tree = min_tree
         self.cohorts = cohorts
-        self._skipped = 0
         self._wanting = 0
 
     def measured(self, target: TargetInfo, draft: DraftInfo | None) -> None:
         return None
-
-    def _share(self, sessions: int, able: int) -> tuple[int, int]:
-        """(nodes of each, nodes left over); (0, 0) where a share is not worth a draft pass."""
-        share, extra = divmod(max(0, self.max_verify_rows - sessions), able)
-        # A budget the operator set below min_tree is meant: only sharing may make the draft not worth it.
-        return (share, extra) if share >= max(1, min(self.min_tree, self.tree_budget)) else (0, 0)
 
     def plan(self, candidates: Sequence[Candidate], beside: Beside | None = None) -> Plan:
         none = (0,) * len(candidates)
@@ -243,11 +234,10 @@ class SharedRows:
         able = [i for i, c in enumerate(candidates) if c.max_nodes > 0 and c.max_depth > 0]
         if not able:
             return Plan(none)
-        share, extra = self._share(len(candidates), len(able))
-        if not share:
-            self._skipped += 1
+        # By all who run, as `spares` counts: who has been spared the draft takes the others' rows as well.
+        if not self._worth_drafting(len(candidates)):
             return Plan(none, "budget", hold=(True,) * len(candidates))
-        self._skipped = 0
+        share, extra = divmod(max(0, self.max_verify_rows - len(candidates)), len(able))
         nodes = list(none)
         for place, i in enumerate(able):
             nodes[i] = min(self.tree_budget, candidates[i].max_nodes, share + (1 if place < extra else 0))
@@ -262,13 +252,18 @@ class SharedRows:
     def throughput(self, sessions: int, cohorts: int) -> float | None:
         return None
 
+    def _worth_drafting(self, sessions: int) -> bool:
+        """Whether a share of so many sessions is worth a draft pass."""
+        share = max(0, self.max_verify_rows - sessions) // max(sessions, 1)
+        # A budget the operator set below min_tree is meant: only sharing may make the draft not worth it.
+        return share >= max(1, min(self.min_tree, self.tree_budget))
+
     def _drafts(self, sessions: int) -> bool:
-        """Whether rounds draft with so many sessions in all, if all of them can speculate."""
-        own = -(-sessions // self.cohorts)
-        return self.tree_budget > 0 and (own < 1 or self._share(own, own)[0] > 0)
+        """Whether rounds draft with so many sessions in all cohorts."""
+        return self.tree_budget > 0 and self._worth_drafting(-(-sessions // self.cohorts))
 
     def spares(self, sessions: int) -> bool:
-        return self._skipped >= SPARED_ROUNDS and not self._drafts(sessions)
+        return not self._drafts(sessions)
 
     def wants_draft(self, sessions: int) -> bool:
         self._wanting = self._wanting + 1 if self._drafts(sessions) else 0

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 from gateway.accounts import Best, Both, Calm, Found, LoadState
 from gateway.budget import (
-    SPARED_ROUNDS,
     WANTED_ROUNDS,
     Beside,
     Candidate,
@@ -46,8 +45,8 @@ FORECAST_TREES = 24
 POOL = 2048
 """Nodes of all sessions' trees that one search looks at: each takes about a microsecond."""
 _STEP = 0.5
-SPARED_GAIN = 0.95
-"""A load with a lower gain that has decoded plainly for SPARED_ROUNDS spares new sessions the draft."""
+SPARED_GAIN, SPARED_ROUNDS = 0.95, 32
+"""A load with a lower gain that has decoded plainly for so many rounds spares new sessions the draft."""
 CAPTURE_MARGIN = 1.5
 """What is saved must be so many times what running a session's rows again takes."""
 TRUSTED_ROUNDS = 8

@@ -10,8 +10,8 @@ from budget_sim import Bench, Costs, grow
 from fake_services import FakeDraft, FakeTarget, linked, oracle, plain
 from scheduler_harness import Recorder, collect, make_request, run_scheduler
 
-from gateway.budget import SPARED_ROUNDS, WANTED_ROUNDS, Candidate, SharedRows
-from gateway.cost_budget import CostBudget
+from gateway.budget import WANTED_ROUNDS, Candidate, SharedRows
+from gateway.cost_budget import SPARED_ROUNDS, CostBudget
 from gateway.limits import SchedulerLimits
 from gateway.scheduler import Scheduler
 from gateway.standing import SCOUT_EVERY
@@ -105,18 +105,12 @@ def able(count: int) -> list[Candidate]:
     return [Candidate(i, 64, 7, 100) for i in range(count)]
 
 
-def test_the_fixed_budget_spares_where_it_has_long_skipped_the_draft() -> None:
-    """Twelve rows, at least four nodes each: two sessions draft, four don't."""
+def test_the_fixed_budget_spares_where_it_skips_the_draft() -> None:
+    """Twelve rows, at least four nodes each: two sessions draft, three don't."""
     policy = SharedRows(tree_budget=5, max_verify_rows=12, min_tree=4)
-    for _ in range(SPARED_ROUNDS):
-        assert not policy.spares(4)
-        assert not policy.plan(able(4)).drafts
-    assert policy.spares(4) and policy.spares(8) and not policy.spares(2)
-    # All of them spared: nobody is able, and that is no reason to open the next one.
-    policy.plan([Candidate(i, 0, 7, 100) for i in range(4)])
-    assert policy.spares(4)
-    assert policy.plan(able(2)).drafts
-    assert not policy.spares(4)
+    for sessions in range(1, 9):
+        assert policy.spares(sessions) is not policy.plan(able(sessions)).drafts
+    assert not policy.spares(2) and policy.spares(3)
 
 
 def test_the_fixed_budget_wants_the_draft_back_when_the_load_has_fallen() -> None:
@@ -134,8 +128,6 @@ def test_the_fixed_budget_wants_the_draft_back_when_the_load_has_fallen() -> Non
 def test_two_cohorts_share_the_sessions() -> None:
     """Six rows each: a cohort of one drafts, one of two does not."""
     policy = SharedRows(tree_budget=5, max_verify_rows=6, min_tree=4, cohorts=2)
-    for _ in range(SPARED_ROUNDS):
-        policy.plan(able(2))
     assert policy.spares(3) and not policy.spares(2)
 
 
@@ -144,20 +136,19 @@ def test_speculation_comes_back_to_spared_sessions_under_the_fixed_budget() -> N
     target, draft = FakeTarget(delay=0.001), FakeDraft(oracle)
     linked(target, draft)
     observer = Recorder()
-    first = [make_request(i, max_tokens=3 * SPARED_ROUNDS, ignore_eos=True) for i in range(4)]
+    first = [make_request(i, max_tokens=100, ignore_eos=True) for i in range(4)]
     last = make_request(9, max_tokens=400, ignore_eos=True)
 
     async def body(scheduler: Scheduler) -> None:
         tasks = [asyncio.create_task(collect(scheduler, r)) for r in first]
-        while len(observer.rounds) < 2 * SPARED_ROUNDS:
+        while len(observer.rounds) < 30:
             await asyncio.sleep(0.001)
         text = await collect(scheduler, last)
         assert text.tokens == plain(last.tokens, last.stop, last.seed or 0).tokens
         await asyncio.gather(*tasks)
 
     run_scheduler(body, target, draft, limits=SchedulerLimits(), observer=observer)
-    assert len(draft.opens) == 4 + 1 and draft.recaptures == 1
-    assert observer.reopens["draft", "wanted"] == 1
+    assert draft.recaptures == observer.reopens["draft", "wanted"] >= 1
     begun = next(i for i, r in enumerate(observer.rounds) if r.sessions == 5)
     assert not any(r.drafted for r in observer.rounds[begun:] if r.sessions >= 3)
     assert any(r.nodes for r in observer.rounds[begun:] if r.sessions == 1)

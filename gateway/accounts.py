@@ -129,12 +129,17 @@ class LoadState:
     """What rounds of one load have shown; `best`, found with `able` sessions, holds until round `until`.
 
     forecast: gain of the best rounds found so far, each with other trees, fading; gain: corrected.
+    informed: the last search was no rough one; known: trees that it could choose from.
+    pending: numbers of sessions that the search under way has yet to look at; found: its best so far.
     """
 
     best: Best | None = None
     forecast: float = 0.0
     informed: bool = False
+    known: int = -1
     until: int = 0
     able: int = 0
+    pending: list[int] = field(default_factory=list)
+    found: Best | None = None
     gain: float | None = None
     rounds: Both = field(default_factory=Both)

@@ -24,6 +24,8 @@ _PROBABILITIES = (
 EDGES = tuple(-math.log(p) for p in _PROBABILITIES)
 """Bin i holds the scores in [-EDGES[i], -EDGES[i - 1]); the last one everything below."""
 BINS = len(EDGES) + 1
+_BOUNDS = (*(-edge for edge in EDGES), -math.inf)
+"""The least score of each bin."""
 _MEMORY = 2048.0
 """Nodes of a class after which its counts are halved."""
 
@@ -110,11 +112,16 @@ class Calibration:
         ratios = self._ratios(mode)
         values: list[float] = []
         least = 1.0
-        exp, find, edges = math.exp, bisect_left, EDGES
-        for depth, score in zip(tree.depths(), tree.scores, strict=True):
-            value = (
-                exp(score) * ratios[depth if depth < MAX_DEPTH else MAX_DEPTH][find(edges, -score)] * factor
-            )
+        exp, bound, place = math.exp, _BOUNDS[0], 0
+        # One loop, with the depths (the anchor's first) and bins: it runs for every node of a round.
+        depths = [0]
+        for parent, score in zip(tree.parents, tree.scores, strict=True):
+            depth = depths[parent + 1] + 1
+            depths.append(depth)
+            while score < bound:  # scores fall
+                place += 1
+                bound = _BOUNDS[place]
+            value = exp(score) * ratios[depth if depth < MAX_DEPTH else MAX_DEPTH][place] * factor
             if value < least:
                 least = value
             values.append(least)

@@ -36,12 +36,16 @@ MAX_ASKED = ASKS[-1]
 """Most nodes asked of the draft for one tree, whatever the services allow."""
 REPLAN = 16
 """Rounds of a load that go by one forecast."""
+_REPLAN_ROUGH = 4
+"""The same while that is a rough one and no tree has come since."""
 EXPLORE = 32
 """Every so many drafting rounds one verifies more than pays, so that what is never verified stays known."""
 JUDGED = 8
 """Trees of one round that calibration and forecast learn from: more would only cost time."""
 FORECAST_TREES = 24
 """A forecast is made with about so many trees, at least one for each session; the next with others."""
+_ROUGH_TREES = 8
+"""The same while little is known, or at once for a load that was never met."""
 POOL = 2048
 """Nodes of all sessions' trees that one search looks at: each takes about a microsecond."""
 _STEP = 0.5
@@ -226,38 +230,54 @@ class CostBudget:
         able: Sequence[int],
         beside: Beside | None,
     ) -> Best:
-        """The best drafting round, looked for anew every REPLAN rounds: what it costs at many sessions must
-        not be paid whenever one of them comes or goes.
+        """The best drafting round, looked for anew every REPLAN rounds, in steps of a round each: what it
+        costs at many sessions must not be paid whenever one of them comes or goes, nor between two passes.
         """
-        same = load_class(state.able) == load_class(len(able))
-        if state.best is not None and same and self._rounds < state.until:
+        same = state.best is not None and load_class(state.able) == load_class(len(able))
+        if not same:
+            state.pending = []
+        elif state.best is not None and not state.pending and self._rounds < state.until:
             return state.best
-        state.best = self._search(candidates, able, beside)
+        known = self.forecast.known(self._mode)
+        full = same and known >= FORECAST_TREES
+        stepwise = full or (same and known == state.known)
+        if not state.pending:
+            state.pending, state.found = _counts(len(able)), None
+        while state.pending:
+            self._search(state, candidates, able, beside, FORECAST_TREES if full else _ROUGH_TREES)
+            if stepwise and state.pending and state.best is not None:
+                return state.best
+        assert state.found is not None
         # A forecast made with few trees, or none, is no part of the mean.
-        state.forecast += (_STEP if state.informed else 1.0) * (state.best.gain - state.forecast)
-        state.informed = self.forecast.known(self._mode) >= FORECAST_TREES
-        state.until, state.able = self._rounds + (REPLAN if state.informed else 1), len(able)
+        state.forecast += (_STEP if state.informed else 1.0) * (state.found.gain - state.forecast)
+        wait = REPLAN if full else 1 if known != state.known else _REPLAN_ROUGH
+        state.best, state.informed, state.known = state.found, full, known
+        state.until, state.able = self._rounds + wait, len(able)
         return state.best
 
-    def _search(self, candidates: Sequence[Candidate], able: Sequence[int], beside: Beside | None) -> Best:
-        """Over how many sessions to draft for, and over all numbers of nodes for each."""
+    def _search(
+        self,
+        state: LoadState,
+        candidates: Sequence[Candidate],
+        able: Sequence[int],
+        beside: Beside | None,
+        trees: int,
+    ) -> None:
+        """One step: the next number of sessions to draft for, over all numbers of nodes for each."""
         count = len(candidates)
+        drafted = min(state.pending.pop(), len(able))
         order = self.forecast.order([candidates[i].number for i in able])
         reach = self._reach(count)
         kinds = []
-        for place in order:
+        for place in order[:drafted]:
             c = candidates[able[place]]
             kinds.append((Mode.of(c.sampled), self.forecast.factor(c.number), min(c.max_nodes, reach)))
         extra = beside.tokens if beside is not None else 0.0
         plain = (count + extra) / self.costs.plain(count, beside).seconds
-        best: Best | None = None
-        for drafted in _counts(len(able)):
-            found = self._average(count, kinds[:drafted], beside=beside)
-            gain = (found.tokens + extra) / found.seconds / plain
-            if best is None or gain > best.gain:
-                best = Best(drafted, found.size, gain)
-        assert best is not None
-        return best
+        found = self._average(count, kinds, beside=beside, trees=trees)
+        gain = (found.tokens + extra) / found.seconds / plain
+        if state.found is None or gain > state.found.gain:
+            state.found = Best(drafted, found.size, gain)
 
     def _average(
         self,
@@ -266,25 +286,27 @@ class CostBudget:
         *,
         beside: Beside | None = None,
         cohorts: int = 1,
+        trees: int = FORECAST_TREES,
     ) -> Found:
         """The best cut with trees like the latest ones for sessions of these kinds (mode, factor, most
         nodes).
 
-        Few sessions are tried with several sets of trees. cohorts 2: another cohort like this one beside it.
+        Few sessions are tried with several sets, of about `trees` in all. cohorts 2: another cohort like this
+        one beside it.
         """
         drafted = len(kinds)
         tokens = seconds = 0.0
         counts: list[int] = []
-        tries = max(1, min(FORECAST_TREES // drafted, self.forecast.known(kinds[0][0])))
+        tries = max(1, min(trees // drafted, self.forecast.known(kinds[0][0])))
+        room = sum(most for _, _, most in kinds)
+        costs = (
+            self.costs.seconds(sessions, drafted, room, beside)
+            if cohorts == 1
+            else self.costs.paired(sessions, drafted, room, cohorts)
+        )
+        extra = beside.tokens if beside is not None else 0.0
         for _ in range(tries):
             lines = [self.forecast.tree(mode, most, factor) for mode, factor, most in kinds]
-            total = sum(map(len, lines))
-            costs = (
-                self.costs.seconds(sessions, drafted, total, beside)
-                if cohorts == 1
-                else self.costs.paired(sessions, drafted, total, cohorts)
-            )
-            extra = beside.tokens if beside is not None else 0.0
             cut = best_cut(lines, tokens=sessions + extra, seconds=costs, least=1)
             tokens += cut.tokens - extra
             seconds += cut.seconds

@@ -1,9 +1,10 @@
 """Cost curves: seconds of a piece of a round by its size and context, from a measurement at start, then from
 the rounds themselves.
 
-Owns interpolation of the measured points and how observed rounds move them. Costs are stair-shaped (blocks of
+Owns how observed rounds move what was measured (cost_grid). Costs are stair-shaped (blocks of
 a matrix product, captured graph sizes): nothing here assumes that they are convex, and every size has a
-running median of its own once it has been seen. Pure: no clock.
+running median of its own once it has been seen. Tables of sizes are made class by class, not size by size:
+they are renewed every few rounds between two passes of the target. Pure: no clock.
 """
 
 from __future__ import annotations
@@ -12,7 +13,11 @@ import math
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate
+
+from gateway.cost_grid import MeasuredGrid, Point
 
 FINE_SIZES = 64
 """Sizes up to this are told apart one by one, larger ones in classes about 6% wide."""
@@ -22,17 +27,11 @@ _WINDOW, _OVERALL_WINDOW = 15, 63
 """Observations that a size's median is over, and that of all sizes together."""
 _SHIFT = 0.03
 """A median that moved by less than this leaves the tables made with it as they are."""
+_TABLES = 64
+"""Tables, each of one context, that are kept."""
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
-    """A measured cost. size: rows, or sessions; context: committed tokens that are read, of all sessions of a
-    verify pass, of each session of a draft.
-    """
-
-    size: int
-    context: int
-    seconds: float
+_NOTHING = (0.0, 0.0)
 
 
 class RunningMedian:
@@ -63,53 +62,30 @@ class RunningMedian:
         return 0.5 * (self._sorted[middle - 1] + self._sorted[middle])
 
 
+@dataclass(slots=True)
+class _Seen:
+    """Observed over measured seconds of one class of sizes in one octave of contexts."""
+
+    ratios: RunningMedian = field(default_factory=lambda: RunningMedian(_WINDOW))
+    count: int = 0
+    median: float = 1.0
+    log: float = 0.0
+
+    def add(self, ratio: float) -> None:
+        self.ratios.add(ratio)
+        self.count, self.median = len(self.ratios), self.ratios.median
+        self.log = math.log(self.median)
+
+    @property
+    def weight(self) -> int:
+        return self.count if self.count < _FULL_AT else _FULL_AT
+
+
 def size_class(size: int) -> int:
     """The class whose observations are pooled: exact up to FINE_SIZES, then 12 classes an octave."""
     if size <= FINE_SIZES:
         return size
     return FINE_SIZES + 1 + int(12 * math.log2(size / FINE_SIZES))
-
-
-class MeasuredGrid:
-    """Interpolation of measured points, linear in size and in context, never falling with size.
-
-    Beyond the largest size the last slope goes on; below the smallest and outside of the contexts the nearest
-    holds, except that cost goes on rising linearly with context beyond the longest one.
-    """
-
-    def __init__(self, points: Iterable[Point]) -> None:
-        by_context: dict[int, list[Point]] = {}
-        for point in points:
-            by_context.setdefault(point.context, []).append(point)
-        self._contexts = sorted(by_context)
-        self._sizes: list[list[int]] = []
-        self._seconds: list[list[float]] = []
-        for context in self._contexts:
-            line = sorted(by_context[context], key=lambda p: p.size)
-            seconds: list[float] = []
-            for point in line:
-                seconds.append(max(point.seconds, seconds[-1] if seconds else 1e-9))
-            self._sizes.append([p.size for p in line])
-            self._seconds.append(seconds)
-
-    def seconds(self, size: int, context: int) -> float:
-        contexts = self._contexts
-        if len(contexts) == 1:
-            return self._along(0, size)
-        place = min(max(bisect_left(contexts, context), 1), len(contexts) - 1)
-        low, high = contexts[place - 1], contexts[place]
-        share = max(0.0, (context - low) / (high - low))
-        first, second = self._along(place - 1, size), self._along(place, size)
-        return max(first + share * (second - first), 0.25 * first)
-
-    def _along(self, line: int, size: int) -> float:
-        sizes, seconds = self._sizes[line], self._seconds[line]
-        if size <= sizes[0] or len(sizes) == 1:
-            return seconds[0]
-        place = min(bisect_left(sizes, size), len(sizes) - 1)
-        low, high = sizes[place - 1], sizes[place]
-        slope = (seconds[place] - seconds[place - 1]) / (high - low)
-        return seconds[place - 1] + (size - low) * slope
 
 
 class CostCurve:
@@ -125,31 +101,31 @@ class CostCurve:
         if not points:
             raise ValueError("a cost curve needs at least one point")
         self._grid = MeasuredGrid(points)
-        self._seen: dict[tuple[int, int], RunningMedian] = {}
+        # By octave of contexts, then by class of sizes.
+        self._seen: dict[int, dict[int, _Seen]] = {}
         self._overall = RunningMedian(_OVERALL_WINDOW)
         self._factors: dict[tuple[int, int], float] = {}
-        self._tables: dict[tuple[int, int], list[float]] = {}
+        self._tables: dict[int, list[float]] = {}
+        self._lines: dict[int, list[float]] = {}
+        """By context: `_grid` at sizes 0 .. , which no observation changes."""
 
     def observe(self, size: int, context: int, seconds: float) -> None:
         """What a round took. A measurement that can't be is left out."""
         if not 0.0 < seconds < math.inf or size <= 0:
             return
         ratio = min(max(seconds / self._grid.seconds(size, context), 0.02), 50.0)
-        key = (size_class(size), _octave(context))
-        seen = self._seen.get(key)
-        if seen is None:
-            seen = self._seen[key] = RunningMedian(_WINDOW)
-        seen.add(ratio)
+        place, octave = size_class(size), _octave(context)
+        self._seen.setdefault(octave, {}).setdefault(place, _Seen()).add(ratio)
         self._overall.add(ratio)
-        before = self._factors.get(key)
-        if before is None or abs(math.log(self._own(key) / before)) > _SHIFT:
+        before = self._factors.get((place, octave))
+        if before is None or abs(math.log(self._own(place, octave) / before)) > _SHIFT:
             self._factors.clear()
             self._tables.clear()
 
     def observed(self, size: int, context: int) -> int:
         """Observations of this size that count at the moment."""
-        seen = self._seen.get((size_class(size), _octave(context)))
-        return len(seen) if seen is not None else 0
+        seen = self._seen.get(_octave(context), {}).get(size_class(size))
+        return seen.count if seen is not None else 0
 
     def seconds(self, size: int, context: int) -> float:
         """Expected cost; 0 for size 0."""
@@ -162,17 +138,17 @@ class CostCurve:
         return self._grid.seconds(size, context)
 
     def table(self, first: int, last: int, context: int) -> list[float]:
-        """seconds(size, context) of sizes first .. last; kept until an observation moves the curve."""
+        """seconds(size, context) of sizes first .. last, as they were when an observation last moved the
+        curve."""
         # Contexts of one table differ by less than 1/8: a round's cost is not known better than that.
         coarse = _coarse(context)
-        table = self._tables.get((first, coarse))
-        if table is None or len(table) <= last - first:
-            room = max(last - first + 1, 2 * len(table) if table is not None else 0)
-            table = [self.seconds(size, coarse) for size in range(first, first + room)]
-            if len(self._tables) > 256:
+        table = self._tables.get(coarse)
+        if table is None or len(table) <= last:
+            if len(self._tables) >= _TABLES:
                 self._tables.clear()
-            self._tables[first, coarse] = table
-        return table
+            step = 1 << max(5, last.bit_length() - 2)
+            table = self._tables[coarse] = self._table((last // step + 1) * step, coarse)
+        return table[first : last + 1]
 
     def points(self, sizes: Iterable[int], context: int) -> list[Point]:
         """The curve as it stands, for people."""
@@ -181,19 +157,36 @@ class CostCurve:
     @property
     def measured_sizes(self) -> tuple[int, ...]:
         """Of the shortest context."""
-        return tuple(self._grid._sizes[0])
+        return self._grid.sizes
 
-    def _own(self, key: tuple[int, int]) -> float:
+    def _table(self, size: int, context: int) -> list[float]:
+        """seconds(n, context) of n = 0 .. size - 1: all that a class of sizes has in common is found once."""
+        octave = _octave(context)
+        line = self._lines.get(context)
+        if line is None or len(line) < size:
+            if len(self._lines) >= _TABLES:
+                self._lines.clear()
+            line = self._lines[context] = self._grid.line(size, context)
+        runs = _runs(size)
+        places = [place for place, _, _ in runs]
+        factors = self._class_factors(places, octave)
+        bounds = self._class_bounds(places, octave, context)
+        table = [0.0]
+        for place, start, stop in runs:
+            factor = factors[place]
+            part = [seconds * factor for seconds in line[start:stop]]
+            low, high = bounds.get(place, (0.0, math.inf))
+            if low <= high and (min(part) < low or max(part) > high):
+                part = [min(max(seconds, low), high) for seconds in part]
+            table += part
+        return table
+
+    def _own(self, place: int, octave: int) -> float:
         """Median of a class, with what its neighbours say while it has few observations."""
-        seen = self._seen.get(key)
-        count = len(seen) if seen is not None else 0
-        if seen is not None and count >= _FULL_AT:
+        seen = self._seen.get(octave, {}).get(place)
+        if seen is not None and seen.count >= _FULL_AT:
             return seen.median
-        around = self._around(key)
-        if seen is None:
-            return around
-        share = count / (count + 1)
-        return math.exp(share * math.log(seen.median) + (1 - share) * math.log(around))
+        return _mixed(seen, self._around(place, octave))
 
     def _in_order(self, size: int, context: int, seconds: float) -> float:
         """No more than what a larger size takes, no less than a smaller one, if that is the better known.
@@ -201,9 +194,11 @@ class CostCurve:
         A plain round among drafting ones is seen now and then, and a few slow ones make a gain of nothing.
         """
         low, high = 0.0, math.inf
-        count, octave = self.observed(size, context), _octave(context)
-        for (place, where), seen in self._seen.items():
-            if where != octave or len(seen) < _FULL_AT or len(seen) <= count:
+        count = self.observed(size, context)
+        if count >= _WINDOW:
+            return seconds
+        for place, seen in self._seen.get(_octave(context), {}).items():
+            if seen.count < _FULL_AT or seen.count <= count:
                 continue
             other = round(_class_size(place))
             if other > size:
@@ -213,26 +208,131 @@ class CostCurve:
         # Where the better known ones contradict each other they decide nothing.
         return min(max(seconds, low), high) if low <= high else seconds
 
-    def _around(self, key: tuple[int, int]) -> float:
+    def _class_bounds(
+        self, places: Sequence[int], octave: int, context: int
+    ) -> dict[int, tuple[float, float]]:
+        """`_in_order`'s bounds of each class that has any."""
+        classes = self._seen.get(octave, {})
+        known = [
+            (place, seen.count, seen.median * self._measured_class(place, context))
+            for place, seen in sorted(classes.items())
+            if seen.count >= _FULL_AT
+        ]
+        by_count: dict[int, list[int]] = {}
+        for place in places:
+            count = classes[place].count if place in classes else 0
+            by_count.setdefault(max(count, _FULL_AT - 1), []).append(place)
+        bounds: dict[int, tuple[float, float]] = {}
+        for count, members in by_count.items():
+            better = [(place, seconds) for place, times, seconds in known if times > count]
+            if not better:
+                continue
+            spots = [place for place, _ in better]
+            lows = [0.0, *accumulate((seconds for _, seconds in better), max)]
+            highs = [math.inf, *accumulate((seconds for _, seconds in reversed(better)), min)][::-1]
+            for place in members:
+                spot = bisect_left(spots, place)
+                bounds[place] = (lows[spot], highs[spot])
+        return bounds
+
+    def _measured_class(self, place: int, context: int) -> float:
+        size, line = round(_class_size(place)), self._lines[context]
+        return line[size] if size < len(line) else self._grid.seconds(size, context)
+
+    def _around(self, place: int, octave: int) -> float:
         if not len(self._overall):
             return 1.0
         weights, total = 1e-3, 1e-3 * math.log(self._overall.median)
-        place = _class_size(key[0])
-        for (other, octave), seen in self._seen.items():
-            if (other, octave) == key:
-                continue
-            distance = abs(math.log2(_class_size(other) / place)) + abs(octave - key[1])
-            weight = min(len(seen), _FULL_AT) * 2.0 ** (-4 * distance)
-            weights += weight
-            total += weight * math.log(seen.median)
+        here = _class_size(place)
+        for where, classes in self._seen.items():
+            for other, seen in classes.items():
+                if other == place and where == octave:
+                    continue
+                distance = abs(math.log2(_class_size(other) / here)) + abs(where - octave)
+                weight = seen.weight * 2.0 ** (-4 * distance)
+                weights += weight
+                total += weight * seen.log
         return math.exp(total / weights)
 
+    def _class_arounds(self, places: Iterable[int], octave: int) -> dict[int, float]:
+        """`_around` of each of `places`: 2 ** (-4 * distance) is the fourth power of the smaller over the
+        larger size, so sums from both ends do for all of them.
+        """
+        if not len(self._overall):
+            return dict.fromkeys(places, 1.0)
+        everywhere: dict[int, list[float]] = {}
+        elsewhere: dict[int, list[float]] = {}
+        for where, classes in self._seen.items():
+            fade = 2.0 ** (-4 * abs(where - octave))
+            for place, seen in classes.items():
+                weight = seen.weight * fade
+                for sums in (everywhere,) if where == octave else (everywhere, elsewhere):
+                    found = sums.setdefault(place, [0.0, 0.0])
+                    found[0] += weight
+                    found[1] += weight * seen.log
+        spots = sorted(everywhere)
+        powers = [_fourth_power(place) for place in spots]
+        sides = [everywhere[place] for place in spots]
+        below = [
+            list(accumulate((s[i] * x for s, x in zip(sides, powers, strict=True)), initial=0.0))
+            for i in (0, 1)
+        ]
+        sides.reverse()
+        powers.reverse()
+        above = [
+            list(accumulate((s[i] / x for s, x in zip(sides, powers, strict=True)), initial=0.0))
+            for i in (0, 1)
+        ]
+        overall = math.log(self._overall.median)
+        arounds = {}
+        for place in places:
+            power = _fourth_power(place)
+            low = bisect_left(spots, place)
+            high = len(spots) - low - (place in everywhere)
+            weight, total = elsewhere.get(place, _NOTHING)
+            weight += 1e-3 + below[0][low] / power + above[0][high] * power
+            total += 1e-3 * overall + below[1][low] / power + above[1][high] * power
+            arounds[place] = math.exp(total / weight)
+        return arounds
+
     def _factor(self, size: int, context: int) -> float:
-        key = (size_class(size), _octave(context))
-        factor = self._factors.get(key)
+        place, octave = size_class(size), _octave(context)
+        factor = self._factors.get((place, octave))
         if factor is None:
-            factor = self._factors[key] = self._own(key)
+            factor = self._factors[place, octave] = self._own(place, octave)
         return factor
+
+    def _class_factors(self, places: Sequence[int], octave: int) -> dict[int, float]:
+        """`_factor` of each class."""
+        factors = self._factors
+        missing = [place for place in places if (place, octave) not in factors]
+        classes = self._seen.get(octave, {})
+        few = [place for place in missing if place not in classes or classes[place].count < _FULL_AT]
+        arounds = self._class_arounds(few, octave) if few else {}
+        for place in missing:
+            seen = classes.get(place)
+            around = arounds.get(place)
+            factors[place, octave] = seen.median if around is None and seen else _mixed(seen, around or 1.0)
+        return {place: factors[place, octave] for place in places}
+
+
+def _mixed(seen: _Seen | None, around: float) -> float:
+    """Of a class with few observations, or none."""
+    if seen is None:
+        return around
+    share = seen.count / (seen.count + 1)
+    return math.exp(share * seen.log + (1 - share) * math.log(around))
+
+
+@lru_cache(maxsize=64)
+def _runs(size: int) -> list[tuple[int, int, int]]:
+    """(class, its first size, the one after its last) of sizes 1 .. size - 1."""
+    runs: list[tuple[int, int, int]] = []
+    for n in range(1, size):
+        place = size_class(n)
+        start = runs.pop()[1] if runs and runs[-1][0] == place else n
+        runs.append((place, start, n + 1))
+    return runs
 
 
 def _octave(context: int) -> int:
@@ -247,5 +347,11 @@ def _coarse(context: int) -> int:
     return context // step * step + step // 2
 
 
+@lru_cache(maxsize=1024)
+def _fourth_power(place: int) -> float:
+    return _class_size(place) ** 4
+
+
+@lru_cache(maxsize=1024)
 def _class_size(place: int) -> float:
     return float(place) if place <= FINE_SIZES else FINE_SIZES * 2.0 ** ((place - FINE_SIZES - 0.5) / 12)

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gateway.budget import Beside, Expected
-from gateway.cost_curves import CostCurve, Point
+from gateway.cost_curves import CostCurve
+from gateway.cost_grid import Point
 from gateway.generation import RoundRecord
 from specbridge.rounds import DraftInfo, TargetInfo
 
@@ -77,13 +78,13 @@ class CostModel:
         fixed = self._overhead[drafted > 0].seconds(sessions, 0) + self._draft.seconds(drafted, self.context)
         if beside is not None:
             fixed = max(fixed, beside.verify_s)
-        return [fixed + seconds for seconds in self._passes(sessions, nodes)]
+        return self._passes(sessions, nodes, fixed)
 
-    def _passes(self, sessions: int, nodes: int) -> list[float]:
-        """Of a verify pass, by nodes 0 .. `nodes`."""
-        further = self._session.seconds * (sessions - 1)
+    def _passes(self, sessions: int, nodes: int, more: float = 0.0) -> list[float]:
+        """Of a verify pass and `more` seconds, by nodes 0 .. `nodes`."""
+        more += self._session.seconds * (sessions - 1)
         table = self._verify.table(sessions, sessions + nodes, self.context * sessions)
-        return [further + seconds for seconds in table[: nodes + 1]]
+        return [more + seconds for seconds in table]
 
     def paired(self, sessions: int, drafted: int, nodes: int, cohorts: int) -> list[float]:
         """`seconds`, of one of `cohorts` alike: with two, both verify on the same target in a period."""

@@ -10,18 +10,28 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 
 from gateway.calibration import Mode
 
 KEPT = 128
 """Trees of one mode that are remembered."""
-_UNKNOWN = tuple(0.6 * 0.8**i for i in range(16))
-"""A tree before any was seen."""
 _TAIL = 0.8
 """Beyond what was asked for: the next node's value, relative to the last one's."""
 _WEIGHT = 6.0
 _FADE = 0.97
 _KEEP = 4096
+
+
+def _with_tail(values: list[float]) -> tuple[float, ...]:
+    """What was asked for need not be all that pays; a few more show whether more would."""
+    tail = accumulate([values[-1]] + [_TAIL] * (len(values) // 2 + 1), mul)
+    return (*values[:-1], *tail)
+
+
+_UNKNOWN = _with_tail([0.6 * 0.8**i for i in range(16)])
+"""A tree before any was seen."""
 
 
 @dataclass(slots=True)
@@ -52,20 +62,17 @@ class Forecast:
         """Values of up to `count` nodes of a remembered tree, falling; the next call takes the next tree."""
         trees = self._trees[mode]
         self._next += 1
-        found = [value * factor for value in (trees[self._next % len(trees)] if trees else _UNKNOWN)[:count]]
-        # What was asked for need not be all that pays; a few more show whether more would.
-        value, room = found[-1], min(count - len(found), len(found) // 2 + 1)
-        for _ in range(room):
-            value *= _TAIL
-            found.append(value)
-        if factor > 1.0:
-            found = [value if value < 1.0 else 1.0 for value in found]
-        return found
+        found = (trees[self._next % len(trees)] if trees else _UNKNOWN)[:count]
+        if factor == 1.0:
+            return list(found)
+        if factor < 1.0:
+            return [value * factor for value in found]
+        return [value if (value := one * factor) < 1.0 else 1.0 for one in found]
 
     def drafted(self, mode: Mode, values: Sequence[float], factor: float = 1.0) -> None:
         """A tree's values in its order, all of what was asked for, and the session's factor in them."""
         if values:
-            self._trees[mode].append(tuple(value / factor for value in values))
+            self._trees[mode].append(_with_tail([value / factor for value in values]))
 
     def factor(self, number: int) -> float:
         """A session's accepted over expected nodes, shrunk to 1."""

@@ -6,8 +6,11 @@ what the cost table says. Pure.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
+from operator import neg, truediv
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,16 +30,25 @@ class Cut:
         return self.tokens / self.seconds
 
 
-def ranked(values: Sequence[Sequence[float]]) -> tuple[list[int], list[float]]:
-    """All nodes of all lists, best first: whose each is, and its value.
+def ranked(values: Sequence[Sequence[float]]) -> list[float]:
+    """Values of all nodes of all lists, best first. Lists must not rise."""
+    return sorted(chain.from_iterable(values), reverse=True)
 
-    Lists must not rise. Equal values keep their order, so that the first n of a pool are a prefix of each
-    list.
-    """
-    flat = [value for line in values for value in line]
-    owners = [i for i, line in enumerate(values) for _ in line]
-    order = sorted(range(len(flat)), key=flat.__getitem__, reverse=True)
-    return [owners[place] for place in order], [flat[place] for place in order]
+
+def _shares(values: Sequence[Sequence[float]], falling: Sequence[float], nodes: int) -> tuple[int, ...]:
+    """How many of the best `nodes` nodes each list has. Of equal values the earlier lists' come first."""
+    if not nodes:
+        return (0,) * len(values)
+    least = falling[nodes - 1]
+    counts = [bisect_left(line, -least, key=neg) for line in values]
+    left = nodes - sum(counts)
+    for place, line in enumerate(values):
+        if left <= 0:
+            break
+        equal = min(left, bisect_right(line, -least, lo=counts[place], key=neg) - counts[place])
+        counts[place] += equal
+        left -= equal
+    return tuple(counts)
 
 
 def best_cut(
@@ -57,36 +69,26 @@ def best_cut(
     For each n the n best nodes are the best choice (lists fall, so they are prefixes). The rate of every n is
     looked at: costs have stairs, and a dip is no end. Among equals the smallest n wins.
     """
-    owners, falling = ranked(values)
+    falling = ranked(values)
     size = len(falling) if most is None else min(len(falling), most)
     least = min(least, size)
-    total = tokens
-    best, best_total, best_rate = 0, tokens, tokens / seconds[0] if not least else 0.0
-    for n in range(1, size + 1):
-        total += falling[n - 1]
-        rate = total / seconds[n]
-        if rate > best_rate and n >= least:
-            best, best_total, best_rate = n, total, rate
-    counts = [0] * len(values)
-    for owner in owners[:best]:
-        counts[owner] += 1
-    return Cut(tuple(counts), best_total, seconds[best])
+    totals = list(accumulate(falling[:size], initial=tokens))
+    rates = list(map(truediv, totals, seconds))
+    best = rates.index(max(rates[least:]), least)
+    return Cut(_shares(values, falling, best), totals[best], seconds[best])
 
 
 def extended(values: Sequence[Sequence[float]], cut: Cut, extra: int) -> tuple[int, ...]:
     """`cut.counts` with the next `extra` nodes of the pool."""
-    owners, _ = ranked(values)
-    counts = list(cut.counts)
-    for owner in owners[cut.nodes : cut.nodes + extra]:
-        counts[owner] += 1
-    return tuple(counts)
+    falling = ranked(values)
+    return _shares(values, falling, min(cut.nodes + extra, len(falling)))
 
 
 def gain_curve(
     values: Sequence[Sequence[float]], *, tokens: float, seconds: Sequence[float]
 ) -> list[tuple[int, float, float]]:
     """(nodes, expected tokens, expected seconds) of every size of the pool, for people."""
-    _, falling = ranked(values)
+    falling = ranked(values)
     total, curve = tokens, [(0, tokens, seconds[0])]
     for n, value in enumerate(falling, 1):
         total += value

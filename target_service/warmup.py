@@ -173,14 +173,14 @@ def mixed_steps(limits: Limits) -> list[Step]:
     """Prompt chunks of several sizes, alone and beside one or some streams' rounds: what a newcomer must not
     wait for."""
     context, page = limits.page_size - 2, limits.page_size
-    sizes = [n for n in (8, 16, 64, 128, 256, 1024) if n <= limits.prefill_chunk and n + 16 <= limits.max_length]
+    most = min(limits.prefill_chunk, limits.max_length - 16)
+    sizes = [n for n in (8, 16, 64, 128, 256, 1024) if n <= most]
     rounds = [scratch_step(rows, context, page) for rows in (1, min(17, limits.max_tree_nodes + 1))]
     steps = []
     for rows in sizes:
         chunk = chunk_step(rows, 0, page)
         steps += [chunk, *(_join([round_] * count + [chunk]) for round_ in rounds for count in (1, 4, 32))]
-    most = min(limits.max_rows, limits.max_verify_rows + limits.prefill_chunk)
-    return [s for s in steps if s.tokens.numel() <= most and len(s.segments) <= limits.max_sessions]
+    return [s for s in steps if s.tokens.numel() <= limits.max_rows and len(s.segments) <= limits.max_sessions]
 
 
 def _join(steps: Sequence[Step]) -> Step:

@@ -13,10 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.calibration import Calibration, Mode
-from gateway.cost_curves import CostCurve, Point, RunningMedian, size_class
 from gateway.forecast import Forecast
 from gateway.pool import best_cut, extended, gain_curve
-from gateway.steering import Load, Steering, SteeringRules, load_class
+from gateway.steering import Load, Steering, SteeringRules
 from specbridge.tree import DraftTree
 
 # ---- pool -----------------------------------------------------------------------------------
@@ -58,6 +57,17 @@ def test_limits_of_the_cut(values: list[list[float]], least: int, most: int) -> 
     assert min(positive, most) == free.nodes or any(total + v == total for line in values for v in line)
     dear = best_cut(values, tokens=1.0, seconds=[float(10**n) for n in range(17)], least=least)
     assert dear.nodes == min(least, size)
+
+
+@given(pools, st.integers(0, 16), st.booleans())
+def test_of_equal_values_the_first_lists_come_first(values: list[list[float]], nodes: int, few: bool) -> None:
+    """The same nodes as of a stable sort of all of them."""
+    if few:  # of few different values, so that many are equal
+        values = [[round(2 * value) / 2 for value in line] for line in values]
+    order = sorted(((-v, i) for i, line in enumerate(values) for v in line), key=lambda one: one[0])
+    owners = [i for _, i in order[:nodes]]
+    cut = best_cut(values, tokens=1.0, seconds=[1.0] * 17, most=nodes, least=nodes)
+    assert cut.counts == tuple(owners.count(i) for i in range(len(values)))
 
 
 def test_a_dip_is_no_end() -> None:
@@ -149,113 +159,6 @@ def test_values_fall_along_the_list_and_from_parent_to_child(seed: int, truth: i
     assert all(0.0 <= b <= a <= 1.0 for a, b in itertools.pairwise(values))
     for value, parent in zip(values, tree.parents, strict=True):
         assert parent < 0 or value <= values[parent]
-
-
-# ---- cost curves ----------------------------------------------------------------------------
-
-
-def curve(*points: tuple[int, int, float]) -> CostCurve:
-    return CostCurve([Point(*point) for point in points])
-
-
-def test_the_measured_grid_is_interpolated() -> None:
-    found = curve((1, 100, 1.0), (3, 100, 2.0), (1, 300, 2.0), (3, 300, 4.0))
-    assert found.seconds(2, 100) == pytest.approx(1.5)
-    assert found.seconds(2, 200) == pytest.approx(2.25)
-    assert found.seconds(5, 100) == pytest.approx(3.0)  # the last slope goes on
-    assert found.seconds(1, 500) == pytest.approx(3.0)  # and so does the rise with context
-    assert found.seconds(1, 10) == pytest.approx(1.0)
-    assert found.seconds(0, 10) == 0.0
-    assert curve((4, 50, 1.0)).seconds(9, 999) == pytest.approx(1.0)
-    assert found.table(1, 3, 100)[:3] == pytest.approx([found.seconds(n, 100) for n in (1, 2, 3)], rel=0.2)
-
-
-def test_a_measurement_that_falls_with_size_is_noise() -> None:
-    found = curve((1, 0, 2.0), (2, 0, 1.0), (3, 0, 3.0))
-    assert [found.seconds(n, 0) for n in (1, 2, 3)] == pytest.approx([2.0, 2.0, 3.0])
-
-
-def test_no_points_no_curve() -> None:
-    with pytest.raises(ValueError, match="at least one point"):
-        CostCurve([])
-
-
-def test_observed_stairs_replace_the_slope() -> None:
-    """The grid knows 4 and 8 rows; the machine works in blocks of 6."""
-    found = curve((1, 0, 1.0), (4, 0, 1.2), (8, 0, 2.0))
-
-    def real(rows: int) -> float:
-        return 1.2 if rows <= 6 else 2.0
-
-    rng = random.Random(0)
-    for _ in range(20):
-        for rows in (4, 5, 6, 7):
-            found.observe(rows, 0, real(rows) * math.exp(rng.gauss(0, 0.05)))
-    for rows in (4, 5, 6, 7):
-        assert found.seconds(rows, 0) == pytest.approx(real(rows), rel=0.05)
-    assert found.observed(6, 0) == 15 and found.observed(9, 0) == 0
-
-
-def test_a_slower_machine_is_slower_everywhere_until_seen_otherwise() -> None:
-    found = curve((1, 0, 1.0), (64, 0, 2.0))
-    for _ in range(9):
-        found.observe(8, 0, 3.0 * curve((1, 0, 1.0), (64, 0, 2.0)).seconds(8, 0))
-    assert found.seconds(9, 0) == pytest.approx(3.0 * (1 + 8 / 63), rel=0.01)
-    for _ in range(9):
-        found.observe(40, 0, 1.0 + 39 / 63)
-    assert found.seconds(40, 0) == pytest.approx(1.0 + 39 / 63)
-    assert found.seconds(38, 0) < 1.3 * found.seconds(40, 0)  # the nearer say counts more
-
-
-def test_a_size_seldom_seen_stays_between_those_seen_often() -> None:
-    """One row costs no more than ten: three slow rounds of one are bad luck."""
-    found = curve((1, 0, 1.0), (10, 0, 1.5), (20, 0, 2.0))
-    for _ in range(10):
-        found.observe(10, 0, 1.5)
-    for _ in range(3):
-        found.observe(1, 0, 3.0)
-        found.observe(20, 0, 0.7)
-    assert found.seconds(1, 0) == pytest.approx(1.5) == found.seconds(20, 0)
-    for _ in range(12):  # by now it is known better than the other
-        found.observe(1, 0, 3.0)
-    assert found.seconds(1, 0) == pytest.approx(3.0)
-
-
-def test_outliers_and_nonsense_move_nothing() -> None:
-    found = curve((4, 0, 1.0))
-    for seconds in (1.0, 50.0, 1.0, 1.0, 0.0, -1.0, math.inf, 1.0):
-        found.observe(4, 0, seconds)
-    assert found.seconds(4, 0) == pytest.approx(1.0)
-    assert found.observed(4, 0) == 5
-
-
-def test_curves_follow_a_change() -> None:
-    found = curve((4, 0, 1.0))
-    for seconds in [1.0] * 30 + [2.0] * 9:
-        found.observe(4, 0, seconds)
-    assert found.seconds(4, 0) == pytest.approx(2.0)
-    assert found.table(4, 4, 0)[0] == pytest.approx(2.0)
-
-
-@given(st.lists(st.floats(-10, 10), min_size=1, max_size=40), st.integers(1, 9))
-def test_running_median(values: list[float], window: int) -> None:
-    median = RunningMedian(window)
-    for value in values:
-        median.add(value)
-    last = sorted(values[-window:])
-    assert len(median) == len(last)
-    middle = len(last) // 2
-    assert median.median == pytest.approx(
-        last[middle] if len(last) % 2 else sum(last[middle - 1 : middle + 1]) / 2
-    )
-
-
-def test_classes() -> None:
-    assert [size_class(n) for n in (1, 6, 7, 64)] == [1, 6, 7, 64]
-    sizes = [size_class(n) for n in range(1, 3000)]
-    assert sizes == sorted(sizes) and size_class(2000) == size_class(2010)
-    assert [load_class(n) for n in (1, 7, 8, 9, 10, 16, 17, 128)] == [1, 7, 8, 8, 10, 16, 16, 128]
-    assert all(load_class(load_class(n)) == load_class(n) <= n for n in range(1, 600))
 
 
 # ---- forecast -------------------------------------------------------------------------------

@@ -180,7 +180,8 @@ def mixed_steps(limits: Limits) -> list[Step]:
     for rows in sizes:
         chunk = chunk_step(rows, 0, page)
         steps += [chunk, *(_join([round_] * count + [chunk]) for round_ in rounds for count in (1, 4, 32))]
-    return [s for s in steps if s.tokens.numel() <= limits.max_rows and len(s.segments) <= limits.max_sessions]
+    few = [step for step in steps if len(step.segments) <= limits.max_sessions]
+    return [step for step in few if step.tokens.numel() <= limits.max_rows]
 
 
 def _join(steps: Sequence[Step]) -> Step:

@@ -51,9 +51,13 @@ class GatewaySettings(Settings):
     second by measured costs and acceptance, plain decoding included.
     """
     tree_budget: int = Field(default=_LIMITS.tree_budget, ge=0)
-    """Most nodes of one draft tree with --budget fixed; 0: no speculation at all, whatever the budget."""
+    """Most nodes of one draft tree with --budget fixed; 0: no speculation at all, whatever the budget.
+    `specbridge serve` on a GPU: 16.
+    """
     max_verify_rows: int = Field(default=_LIMITS.max_verify_rows, ge=1)
-    """Rows of one verify pass, shared among the running sessions, with --budget fixed."""
+    """Rows of one verify pass, shared among the running sessions, with --budget fixed. `specbridge serve` on
+    a GPU: 264.
+    """
     min_tree: int = Field(default=_LIMITS.min_tree, ge=0)
     """A session's share of nodes below which the round skips the draft, with --budget fixed."""
     max_queue: int = Field(default=_LIMITS.max_queue, ge=0)

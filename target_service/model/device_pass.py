@@ -49,8 +49,9 @@ def uses_kernels(device: torch.device, dtype: torch.dtype) -> bool:
 
 @dataclass(slots=True)
 class _Buffers:
-    """A bucket's memory and, once captured, its graph with the tensors that a replay fills. unread: the host
-    has not waited for the last pass over it, whose copy from `host` may still be to come."""
+    """A bucket's memory and, once captured, its graph and the logits and taps that a replay fills; those of
+    the pass under way. unread: the host has not waited for the last pass over it, whose copy from `host` may
+    still be to come."""
 
     host: Packed
     device: Packed
@@ -59,6 +60,7 @@ class _Buffers:
     answer: torch.Tensor
     unread: bool = False
     graph: torch.cuda.CUDAGraph | None = None
+    replayed: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     logits: torch.Tensor | None = None
     taps: torch.Tensor | None = None
 
@@ -122,7 +124,7 @@ class DevicePass:
             self._captured = _Captured(taps, ring)
             self._ready.clear()
             for buffers in self._kept.values():
-                buffers.graph = buffers.logits = buffers.taps = None
+                buffers.graph, buffers.replayed = None, (None, None)
             # The pool ends with the last graph in it; naming it again would be an error.
             self._pool = None
         choice = choice_rows(step.groups)
@@ -160,6 +162,7 @@ class DevicePass:
         if step.mode == REPLAY:
             assert buffers.graph is not None
             buffers.graph.replay()
+            buffers.logits, buffers.taps = buffers.replayed
         elif step.mode == CAPTURE:
             self._capture(buffers, taps, inside)
         else:
@@ -174,6 +177,8 @@ class DevicePass:
             packed = _walk_of(buffers)
             packed.publish(buffers.taps, ring, packed.walk(self._after(buffers, buffers.answer)))
         captured = None if buffers.taps is None else buffers.taps[: step.tokens.numel()]
+        # Buckets are many: what eager passes made, kept with each, would be memory that nobody planned.
+        buffers.logits = buffers.taps = None
         return StepOutput(logits, captured, choices, *self._context(step, buffers))
 
     def _own_device(self) -> None:
@@ -344,7 +349,7 @@ class DevicePass:
         if self._pool is None:
             self._pool = graph.pool()
         buffers.graph = graph
-        buffers.logits, buffers.taps = _on_loan(buffers.logits), _on_loan(buffers.taps)
+        buffers.logits, buffers.taps = buffers.replayed = _on_loan(buffers.logits), _on_loan(buffers.taps)
         graph.replay()
 
     # ---- what the host reads ---------------------------------------------------------------------
@@ -377,7 +382,7 @@ def _on_loan(x: torch.Tensor | None) -> torch.Tensor | None:
     """The same memory, not kept: what a captured pass leaves is read before the next pass, so all graphs may
     have it in one place."""
     if x is None:
-        return None
+        return x
     layout = ChannelLayout(row_width=x.shape[1], dtype=str(x.dtype).removeprefix("torch."))
     return dlpack.view(x.data_ptr(), x.shape[0], layout, device=str(x.device), owner=None)
 

@@ -138,7 +138,7 @@ def decode_steps(limits: Limits) -> list[Step]:
     """Plain decoding of 1, 2, 4, .. sessions, as far as the limits go; the passes read one page."""
     steps: list[Step] = []
     sessions = 1
-    while sessions <= min(limits.max_sessions, limits.max_verify_rows):
+    while sessions <= min(_together(limits), limits.max_verify_rows):
         segments = tuple(Segment(i, 1, limits.page_size - 1, (0,), (-1,)) for i in range(sessions))
         positions = torch.full((sessions,), limits.page_size - 1, dtype=torch.int64)
         steps.append(
@@ -162,7 +162,7 @@ def tree_steps(limits: Limits) -> list[Step]:
     for sessions in (2, 4, 8, 16, 32):
         for rows in (2, 4, 8, 17):
             total = sessions * rows
-            if sessions > limits.max_sessions or total > min(limits.max_verify_rows, WARM_ROWS):
+            if sessions > _together(limits) or total > min(limits.max_verify_rows, WARM_ROWS):
                 break
             if rows <= limits.max_tree_nodes + 1:
                 steps.append(_join([scratch_step(rows, limits.page_size - 2, limits.page_size)] * sessions))
@@ -173,15 +173,25 @@ def mixed_steps(limits: Limits) -> list[Step]:
     """Prompt chunks of several sizes, alone and beside one or some streams' rounds: what a newcomer must not
     wait for."""
     context, page = limits.page_size - 2, limits.page_size
-    most = min(limits.prefill_chunk, limits.max_length - 16)
-    sizes = [n for n in (8, 16, 64, 128, 256, 1024) if n <= most]
+    sizes = [
+        n for n in (8, 16, 64, 128, 256, 1024) if n <= limits.prefill_chunk and n + 16 <= limits.max_length
+    ]
     rounds = [scratch_step(rows, context, page) for rows in (1, min(17, limits.max_tree_nodes + 1))]
     steps = []
     for rows in sizes:
         chunk = chunk_step(rows, 0, page)
-        steps += [chunk, *(_join([round_] * count + [chunk]) for round_ in rounds for count in (1, 4, 32))]
-    few = [step for step in steps if len(step.segments) <= limits.max_sessions]
-    return [step for step in few if step.tokens.numel() <= limits.max_rows]
+        steps.append(chunk)
+        for round_ in rounds:
+            for count in (1, 4, 32):
+                fits = count * round_.tokens.numel() <= limits.max_verify_rows
+                if fits and count < _together(limits):
+                    steps.append(_join([round_] * count + [chunk]))
+    return steps
+
+
+def _together(limits: Limits) -> int:
+    """Sessions of a pass, at most."""
+    return 1 if limits.deterministic else limits.max_sessions
 
 
 def _join(steps: Sequence[Step]) -> Step:

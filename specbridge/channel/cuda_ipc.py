@@ -239,7 +239,8 @@ class CudaRingView:
         self._calls = calls
         self._lease = lease
         self._word = lease.word
-        # The latest value that a stream was told to wait for, and the event behind that; telling: not yet.
+        # The latest value that a stream was told to wait for, and the event behind that; telling: a stream
+        # is about to be told.
         self._awaited = 0
         self._telling = False
         self._behind_wait = 0
@@ -257,12 +258,14 @@ class CudaRingView:
     def wait(self, mark: int) -> None:
         calls, lease = self._calls, self._lease
         latest = not self._awaited or covers(mark, self._awaited)
+        self._telling = True
         if latest:
-            self._telling, self._awaited = True, mark
+            self._awaited = mark
         # Behind that: `close`, on another thread, sees it, or is seen here.
         if self._on_spoilt is not None:
             if not self._reached or not covers(self._reached, mark):
                 self._on_spoilt("rows were read that the target may not have written when the channel ended")
+            self._telling = False
             return
         stream = lease.stream()
         self._word.wait_on(stream, mark)
@@ -271,7 +274,7 @@ class CudaRingView:
                 self._behind_wait = calls.new_event(lease.ordinal)
                 lease.events.append(self._behind_wait)
             calls.record(lease.ordinal, self._behind_wait, stream)
-            self._telling = False
+        self._telling = False
 
     def fence(self) -> Fence:
         """All fences of a consumer are asked by one thread."""
@@ -305,18 +308,22 @@ class CudaRingView:
         why = "the channel ended before the target had written rows that a stream waits for"
         log.warning("%s; it is let go", why)
         on_spoilt(why)
-        RELEASES.add(_let_go(self._lease, awaited))
+        RELEASES.add(_let_go(self._lease, awaited, lambda: self._telling))
 
 
-def _let_go(lease: _Lease, awaited: int) -> Callable[[], bool]:
+def _let_go(lease: _Lease, awaited: int, telling: Callable[[], bool]) -> Callable[[], bool]:
     """Set the word until all who wait have passed: once may not do, since a stream that is stuck may hold up
-    the setting, and a target that lives after all may set an older value, and then die.
+    the setting, and a target that lives after all may set an older value, and then die. While `telling`, a
+    stream may yet be told to wait.
     """
-    passed = _passed(lease.calls, lease.ordinal, set(lease.streams), lease.events)
     word = lease.word
+    passed: Callable[[], bool] | None = None
 
     def job(held: _Lease = lease) -> bool:  # so that nothing is given back meanwhile
-        if passed():
+        nonlocal passed
+        if passed is None and not telling():
+            passed = _passed(held.calls, held.ordinal, set(held.streams), held.events)
+        if passed is not None and passed():
             return True
         word.set(awaited)
         return False

@@ -49,16 +49,17 @@ def uses_kernels(device: torch.device, dtype: torch.dtype) -> bool:
 
 @dataclass(slots=True)
 class _Buffers:
-    """A bucket's memory and, once captured, its graph with the tensors that a replay fills. unread: the host
-    has not waited for the last pass over it, whose copy from `host` may still be to come."""
+    """A bucket's memory and, once captured, its graph and the logits and taps that a replay fills; those of
+    the pass under way. copied: behind the last copy from `host` to `device`."""
 
     host: Packed
     device: Packed
     workspace: AttentionWorkspace
     ancestors: torch.Tensor
     answer: torch.Tensor
-    unread: bool = False
+    copied: torch.cuda.Event | None = None
     graph: torch.cuda.CUDAGraph | None = None
+    replayed: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     logits: torch.Tensor | None = None
     taps: torch.Tensor | None = None
 
@@ -122,7 +123,7 @@ class DevicePass:
             self._captured = _Captured(taps, ring)
             self._ready.clear()
             for buffers in self._kept.values():
-                buffers.graph = buffers.logits = buffers.taps = None
+                buffers.graph, buffers.replayed = None, (None, None)
             # The pool ends with the last graph in it; naming it again would be an error.
             self._pool = None
         choice = choice_rows(step.groups)
@@ -148,18 +149,20 @@ class DevicePass:
         """One step. Logits and choices are filled on rank 0 only."""
         self._own_device()
         buffers = self._buffers(step)
-        if buffers.unread and self._device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
-        buffers.unread = True
+        if buffers.copied is not None:
+            buffers.copied.synchronize()  # the pass itself may go on: the next copy comes behind it
         carried = fill(buffers.host, step, num_slots=0 if ring is None else ring.shape[0])
         if buffers.host is not buffers.device:
             buffers.device.buffer[:carried].copy_(buffers.host.buffer[:carried], non_blocking=True)
+            buffers.copied = buffers.copied or torch.cuda.Event()
+            buffers.copied.record()
         # A ring in the host's memory can't be written from a graph: its rows follow the readback.
         inside = ring if ring is not None and ring.device.type == self._device.type else None
         whole = step.rows_choice is not None
         if step.mode == REPLAY:
             assert buffers.graph is not None
             buffers.graph.replay()
+            buffers.logits, buffers.taps = buffers.replayed
         elif step.mode == CAPTURE:
             self._capture(buffers, taps, inside)
         else:
@@ -174,6 +177,8 @@ class DevicePass:
             packed = _walk_of(buffers)
             packed.publish(buffers.taps, ring, packed.walk(self._after(buffers, buffers.answer)))
         captured = None if buffers.taps is None else buffers.taps[: step.tokens.numel()]
+        # Buckets are many: what eager passes made, kept with each, would be memory that nobody planned.
+        buffers.logits = buffers.taps = None
         return StepOutput(logits, captured, choices, *self._context(step, buffers))
 
     def _own_device(self) -> None:
@@ -344,7 +349,7 @@ class DevicePass:
         if self._pool is None:
             self._pool = graph.pool()
         buffers.graph = graph
-        buffers.logits, buffers.taps = _on_loan(buffers.logits), _on_loan(buffers.taps)
+        buffers.logits, buffers.taps = buffers.replayed = _on_loan(buffers.logits), _on_loan(buffers.taps)
         graph.replay()
 
     # ---- what the host reads ---------------------------------------------------------------------
@@ -369,7 +374,6 @@ class DevicePass:
         if self._done is not None:
             self._done.record()
             self._done.synchronize()
-            buffers.unread = False
         return tuple(buffers.answer[:count].tolist())
 
 
@@ -377,7 +381,7 @@ def _on_loan(x: torch.Tensor | None) -> torch.Tensor | None:
     """The same memory, not kept: what a captured pass leaves is read before the next pass, so all graphs may
     have it in one place."""
     if x is None:
-        return None
+        return x
     layout = ChannelLayout(row_width=x.shape[1], dtype=str(x.dtype).removeprefix("torch."))
     return dlpack.view(x.data_ptr(), x.shape[0], layout, device=str(x.device), owner=None)
 

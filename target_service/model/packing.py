@@ -103,9 +103,9 @@ def bucket(step: Step, pages: int, max_rows: int) -> Shape | None:
         largest = largest or 1 << (most - 1).bit_length()
         wanted = _padded(_MIXED_LOGITS, wanted) if wanted else 0
         rows += wanted != step.logit_rows.numel()  # a row that padding logits may be of
-    padded = max(_padded(_ROWS if trees else _MIXED_ROWS, rows), sessions)
-    if not sessions or not largest or padded > max_rows:
+    if not sessions or not largest or max(rows, sessions) > max_rows:
         return None
+    padded = min(max(_padded(_ROWS if trees else _MIXED_ROWS, rows), sessions), max_rows)
     return Shape(padded, sessions, min(largest, padded), padded if trees else wanted, pages, trees)
 
 

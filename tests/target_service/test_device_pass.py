@@ -3,6 +3,7 @@ kernels' torch references; on a GPU (tests marked gpu) through Triton, eagerly a
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,9 @@ import torch
 
 from specbridge.channel.base import Projection
 from specbridge.rounds import SamplingParams
+from target_service.model import device_pass
 from target_service.model import shard as shard_module
+from target_service.model.device_pass import DevicePass
 from target_service.runner import Runner, load_runner
 from target_service.sampling import ChoiceRule, RowGroup
 from target_service.step import CAPTURE, EAGER, RingSpan, Step
@@ -217,6 +220,67 @@ def test_a_bad_row_is_told_and_the_walk_ends_there(pair: tuple[Runner, Runner]) 
 
 def modes(runner: Runner, step: Step) -> int:
     return runner._shard.plan(step, runner._taps, runner._ring).mode
+
+
+class Recorded:
+    """A graph on a CPU: a replay is the pass again, into the tensors that recording left."""
+
+    passes: DevicePass
+
+    def __init__(self) -> None:
+        self.memory: list[torch.Tensor] = []
+
+    def pool(self) -> int:
+        return 0
+
+    def replay(self) -> None:
+        passes = self.passes
+        (buffers,) = (b for b in passes._kept.values() if b.graph is self)
+        held = buffers.logits, buffers.taps
+        self.memory = self.memory or [x for x in held if x is not None]
+        passes._forward(buffers, passes._captured.taps)
+        passes._finish(buffers, passes._choose(buffers), passes._captured.ring)
+        for into, made in zip(self.memory, (buffers.logits, buffers.taps), strict=True):
+            assert made is not None
+            into.copy_(made)
+        buffers.logits, buffers.taps = held
+
+
+@pytest.fixture
+def recording(pair: tuple[Runner, Runner], device: str, monkeypatch: pytest.MonkeyPatch) -> DevicePass:
+    """The device pass, with graphs on a CPU, too."""
+    passes = pair[0]._shard._pass
+    assert isinstance(passes, DevicePass)
+    if device == "cpu":
+        monkeypatch.setattr(Recorded, "passes", passes, raising=False)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", Recorded)
+        monkeypatch.setattr(torch.cuda, "graph", lambda *args, **kwargs: contextlib.nullcontext())
+        monkeypatch.setattr(device_pass, "_on_loan", lambda x: x)
+        passes._graphs = True
+    return passes
+
+
+def test_a_replay_after_an_eager_pass_of_its_bucket_gives_its_own_logits_and_taps(
+    pair: tuple[Runner, Runner], recording: DevicePass
+) -> None:
+    """A filtered step runs eagerly in the bucket of plain ones; logprobs then come from the replay."""
+    pages = prefilled(pair)
+    steps = [verify(pair, pages, RULES["greedy"], seed=700 + n) for n in range(3)]
+    for step in (*steps[:2], with_rule(steps[0], RULES["filtered"])):
+        compare(pair, step)
+    shape = recording._bucket(steps[2])
+    assert shape is not None and recording._kept[shape].graph is not None
+    ours, oracle = (runner.run(steps[2]) for runner in pair)
+    torch.testing.assert_close(ours.logits, oracle.logits, atol=2e-4, rtol=2e-4)
+    assert ours.taps is not None and oracle.taps is not None
+    torch.testing.assert_close(ours.taps, oracle.taps, atol=2e-4, rtol=2e-4)
+
+
+def test_buckets_keep_nothing_of_eager_passes(pair: tuple[Runner, Runner]) -> None:
+    """There are hundreds, and logits of one may take 100 MB."""
+    compare(pair, verify(pair, prefilled(pair), RULES["filtered"], seed=750))
+    kept = pair[0]._shard._pass._kept.values()
+    assert kept and all(buffers.logits is None and buffers.taps is None for buffers in kept)
 
 
 @pytest.mark.gpu

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from fake_cuda import BASE_STREAM, FakeCuda
 from specbridge.channel import consumer, cuda_ipc, cuda_memory, inline, segment, shared_memory, transports
 from specbridge.channel.base import ChannelLayout, Identity, ReceivedChunk
 from specbridge.channel.handles import CUDA_MEMORY, HANDLES
-from specbridge.channel.releases import RELEASES
+from specbridge.channel.releases import PAUSE_S, RELEASES
 from specbridge.channel.segment import Segment
 from specbridge.channel.transports import TRANSPORTS
 from specbridge.errors import Unsupported
@@ -553,9 +554,40 @@ async def test_rows_taken_after_the_end_are_not_waited_for(
         for seen, chunk in enumerate((taken[0], taken[2])):  # what was let go is no proof of writing
             assert chunk.rows.shape == (2, 12)
             assert len(spoilt) == 2 + seen and "may not have written when the channel ended" in spoilt[-1]
-        assert cuda.finished(reading)
+        await until(lambda: cuda.finished(reading))
         taken.clear()
         cuda.current = BASE_STREAM
+        cuda.bury(writing)
+
+
+async def test_an_end_in_the_middle_of_a_wait_lets_its_stream_go(
+    address: str, cuda: FakeCuda, nothing_left: None, spoilt: list[str]
+) -> None:
+    """The reader has seen that the channel lives and not told its stream to wait yet: so nothing waits when
+    the end looks."""
+    target, draft = peers(address)
+    writing, reading = cuda.stream(), cuda.stream()
+    async with target, draft:
+        await draft.until_attached()
+        taken: list[ReceivedChunk] = []
+        draft.client._on_chunk = taken.append  # type: ignore[assignment]
+        fill_later(cuda, target, 3, writing)
+        await until(lambda: len(taken) == 1)
+        cuda.die(writing)
+        memory = draft.client._memory
+        assert memory is not None
+
+        def ended_meanwhile(ordinal: int) -> int:
+            del cuda.current_stream  # type: ignore[method-assign]
+            memory.close(spoilt.append)
+            time.sleep(5 * PAUSE_S)  # the thread of releases.py looks
+            return reading
+
+        cuda.current_stream = ended_meanwhile  # type: ignore[method-assign]
+        assert taken[0].rows.shape == (3, 12)
+        await until(lambda: cuda.finished(reading))
+        assert len(spoilt) == 1
+        taken.clear()
         cuda.bury(writing)
 
 

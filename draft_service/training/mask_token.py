@@ -36,7 +36,7 @@ def choose_mask_token(folder: Path, shards: Shards) -> int:
 
 
 def check_mask_token(token: int, shards: Shards, *, warn: bool = True) -> None:
-    """Raises ConfigError for an id outside the vocabulary; warns (one rank of a run does) of one that the data uses."""
+    """Raises ConfigError for an id outside the vocabulary; warns of one that the data uses, if told to."""
     vocab = shards.manifest.vocab_size
     if token >= vocab:
         raise ConfigError(f"--mask-token-id is {token}: the target's vocabulary is 0..{vocab - 1}")

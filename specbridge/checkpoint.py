@@ -1,9 +1,9 @@
 """Reading a model folder: config.json and the safetensors index over one or many shards.
 
 Owns: finding tensors by name, whole or a slice of one dimension (so that a tensor-parallel rank reads only
-its part), a fingerprint of the weights, and putting a file of such a folder in place whole. Does not own:
-what the names mean, dtype conversion, or getting the folder onto this machine (specbridge.models). torch is
-imported only when a tensor is read.
+its part), a fingerprint of the weights, putting a file of such a folder in place whole, and whether a folder
+can be written to. Does not own: what the names mean, dtype conversion, or getting the folder onto this
+machine (specbridge.models). torch is imported only when a tensor is read.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -238,6 +239,18 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{path} holds {type(value).__name__}, not a JSON object")
     return value
+
+
+def writable_folder(folder: Path, flag: str) -> None:
+    """Make `folder` if need be, and try whether files can be made in it. Raises ConfigError naming `flag`."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"{flag}: nothing can be written to the folder {str(folder)!r} ({error.strerror}); name another"
+        ) from error
 
 
 @contextmanager

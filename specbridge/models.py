@@ -68,10 +68,11 @@ def resolve_target(name: str, *, progress: bool = False) -> Path:
     return _resolve(name, "--target", progress=progress)
 
 
-def resolve_draft(name: str, target_name: str, *, progress: bool = False) -> Path:
+def resolve_draft(name: str, target_name: str, *, flag: str = "--draft", progress: bool = False) -> Path:
     """The folder of the drafter `name`; "auto" is the packaged drafter of a built-in target.
 
-    Raises ConfigError if there is none for this target.
+    flag: the option that `name` was given by, for messages. Raises ConfigError if there is none for this
+    target.
     """
     if name == AUTO:
         folder = packaged_drafter(target_name)
@@ -83,7 +84,7 @@ def resolve_draft(name: str, target_name: str, *, progress: bool = False) -> Pat
         return folder
     if (folder := packaged_drafter(name)) is not None and not Path(name).is_dir():
         return folder
-    return _resolve(name, "--draft", progress=progress)
+    return _resolve(name, flag, progress=progress)
 
 
 def resolve_config(name: str, flag: str) -> Path:

@@ -16,6 +16,8 @@ from typing import Any
 from specbridge.errors import ConfigError
 
 LINE_EVERY_S = 15.0
+SLOW_START = 0.05
+"""Share of the work before whose end no time to go is told."""
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
@@ -88,8 +90,10 @@ class Bar:
         elif time.perf_counter() - self._said >= LINE_EVERY_S:
             self._said = time.perf_counter()
             new = done - self._first
-            left = (self._total - done) * self.seconds / new if new else float("inf")
-            say(f"{done} of {self._total} {self._what}, {note + ', ' if note else ''}{left:.0f} s to go")
+            # Texts run side by side and end together: the first of them tell nothing of the rest.
+            told = new >= SLOW_START * (self._total - self._first)
+            left = f", {(self._total - done) * self.seconds / new:.0f} s to go" if told and new else ""
+            say(f"{done} of {self._total} {self._what}{', ' + note if note else ''}{left}")
 
     def __enter__(self) -> Bar:
         if sys.stderr.isatty():

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from specbridge.checkpoint import writable_folder
 from specbridge.errors import ConfigError
 from specbridge.train_common import Bar, add_target, check_at_least, load_generator, load_tokenizer, say
 
@@ -59,6 +60,10 @@ def run_eval(args: argparse.Namespace) -> int:
     scoring = importlib.import_module("draft_service.training.scoring")
     offline = importlib.import_module("target_service.offline")
     check_at_least(args, count=1, skip=0, max_tokens=2)
+    if args.out is not None:  # said now, not after the work
+        writable_folder(args.out.parent, "--out")
+        if args.out.is_dir():
+            raise ConfigError(f"--out {str(args.out)!r} is a folder: name the JSON file to write")
     rules = [scoring.parse_rule(text) for text in args.rules]
     nodes = _nodes(args.nodes)
     folder = resolve_target(args.target, progress=sys.stderr.isatty())
@@ -83,6 +88,8 @@ def run_eval(args: argparse.Namespace) -> int:
         mix = made.parse_mix([repr(temperature)])
         encoded = [(tokens, "") for tokens in groups]
         asked += [(temperature, one) for one in made.wanted(encoded, mix=mix, samples=1, seed=args.seed)]
+    if not groups:
+        raise ConfigError(f"--skip {args.skip} leaves no prompt: no file has more than that")
     length = max(map(len, groups)) + args.max_tokens
     began = time.perf_counter()
     generator = load_generator(args, length)
@@ -121,7 +128,6 @@ def run_eval(args: argparse.Namespace) -> int:
     seconds = {"load": loaded - began, "texts": generated - loaded, "replay": ended - generated}
     say(", ".join(f"{name} {value:.1f} s" for name, value in seconds.items()))
     if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
         named_drafts = {name: list(map(str, told)) for name, told in drafts.items()}
         body = {"target": args.target, "drafters": named_drafts,
                 "prompts": [path.name for path in args.prompts], "count": args.count, "skip": args.skip,

@@ -164,7 +164,7 @@ def load_generator(
     if length > config.max_position_embeddings:
         raise ConfigError(
             f"texts of {length} tokens are longer than the model's {config.max_position_embeddings}; "
-            "lower --max-tokens or --max-prompt-tokens"
+            "lower --max-tokens, or leave long prompts out"
         )
     passes: SlotPasses
     ends = tuple(eos) or config.eos_token_ids

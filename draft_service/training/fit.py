@@ -24,7 +24,7 @@ from draft_service.training.batches import Batch, Batches, Prefetch, split
 from draft_service.training.estimate import Estimate, estimate, held_out_batches
 from draft_service.training.fit_settings import FitSettings, Recipe, make_recipe
 from draft_service.training.frozen_target import FrozenTarget, TargetShape
-from draft_service.training.mask_token import choose_mask_token
+from draft_service.training.mask_token import check_mask_token, choose_mask_token
 from draft_service.training.network import DrafterShape, Network
 from draft_service.training.optimizer import learning_rate
 from draft_service.training.parallel import Meeting, Ranks, launched_outside, spawn
@@ -109,7 +109,9 @@ class _Run:
         fast = "bfloat16" if device.type == "cuda" else "float32"
         dtype = fast if settings.dtype == "auto" else settings.dtype
         shape = TargetShape.read(checkpoint.config, 0)
-        draft = Checkpoint(resolve_draft(settings.init, settings.target)) if settings.init else None
+        draft = None
+        if settings.init:
+            draft = Checkpoint(resolve_draft(settings.init, settings.target, flag="--init"))
         wanted = None if draft is None else DrafterShape.of(draft, checkpoint, shape)
         recipe = make_recipe(
             _as_in(settings, wanted), facts, intermediate_size=shape.intermediate_size, dtype=dtype,
@@ -128,6 +130,8 @@ class _Run:
             mask = settings.mask_token_id
             if mask < 0:
                 mask = choose_mask_token(checkpoint.folder, self._shards)
+            else:
+                check_mask_token(mask, self._shards, warn=ranks.first)
             wanted = DrafterShape(
                 shape, recipe.layers, recipe.block_size, recipe.taps, recipe.intermediate_size, mask
             )
@@ -224,7 +228,8 @@ class _Run:
         s = self._settings
         schedule = {"minutes": s.minutes} if s.minutes else {"steps": self._planned()}
         data = {"responses": len(self._shards), "target": self._shards.manifest.fingerprint}
-        return {**self._recipe.as_dict(), "schedule": schedule, "data": data}
+        mask = self._network.shape.mask_token_id
+        return {**self._recipe.as_dict(), "mask_token_id": mask, "schedule": schedule, "data": data}
 
     def _state(self) -> dict[str, torch.Tensor]:
         matrices, norms = self._network.parameters

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from specbridge.checkpoint import replacing
+from specbridge.checkpoint import replacing, writable_folder
 from specbridge.errors import ConfigError
 
 
@@ -44,7 +44,7 @@ class RunFolder:
     def begin(self, recipe: Mapping[str, Any], *, resume: bool) -> None:
         """Make the folder, after `check`; a new run's recipe and an empty log."""
         self.check(resume=resume)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        writable_folder(self.folder, "--out")
         if not resume:
             (self.folder / "recipe.json").write_text(json.dumps(recipe, indent=1) + "\n", encoding="utf-8")
             self._log.write_text("", encoding="utf-8")
@@ -65,7 +65,10 @@ class RunFolder:
             facts: dict[str, Any] = json.loads(file.metadata()["facts"])
             known = facts["recipe"]
             changed = [
-                f"{k} {known.get(k)!r} -> {recipe.get(k)!r}" for k in recipe if known.get(k) != recipe[k]
+                # Runs of earlier versions tell less: what they do not say can't differ.
+                f"{k} {known[k]!r} -> {recipe[k]!r}"
+                for k in recipe
+                if k in known and known[k] != recipe[k]
             ]
             if changed:
                 raise ConfigError(

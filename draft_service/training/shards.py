@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from specbridge.checkpoint import read_json, replacing
+from specbridge.checkpoint import read_json, replacing, writable_folder
 from specbridge.errors import ConfigError
 
 FORMAT = "specbridge-train-data"
@@ -61,6 +61,11 @@ class Manifest:
     @staticmethod
     def read(folder: Path) -> Manifest:
         """Raises ConfigError for a folder that holds no training data of this version."""
+        if not (folder / MANIFEST).is_file():
+            raise ConfigError(
+                f"{str(folder)!r} holds no training data (there is no {MANIFEST}): name a folder that "
+                "`specbridge train data` has made"
+            )
         raw = read_json(folder / MANIFEST)
         if raw.pop("format", None) != FORMAT or raw.pop("version", None) != VERSION:
             raise ConfigError(f"{folder / MANIFEST} is not {FORMAT} of version {VERSION}: make the data anew")
@@ -95,7 +100,7 @@ class ShardWriter:
 
     def __init__(self, folder: Path, manifest: Manifest, *, shard_responses: int = SHARD_RESPONSES) -> None:
         self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
+        writable_folder(folder, "--out")
         if (folder / MANIFEST).exists():
             _same_target(Manifest.read(folder), manifest, folder)
         for leftover in folder.glob("*.partial"):
@@ -190,7 +195,10 @@ class Shards:
             _same_target(manifests[0], other, folder)
         parts = [_load(path) for folder in self.folders for path in _shard_paths(folder)]
         if not parts:
-            raise ConfigError(f"{', '.join(map(str, self.folders))}: there is no finished shard yet")
+            raise ConfigError(
+                f"{', '.join(map(str, self.folders))}: there is no finished shard yet; let "
+                "`specbridge train data` run to its end, or stop it by Ctrl-C, which keeps its answers"
+            )
         self.manifest = replace(
             manifests[0],
             responses=sum(len(p["keys"]) for p in parts),

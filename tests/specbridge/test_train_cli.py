@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from specbridge import cli, train_cli
+from specbridge import cli, train_cli, train_common, train_eval
 
 DOC = Path(__file__).parents[2] / "docs" / "training.md"
 
@@ -85,6 +85,8 @@ def test_from_prompts_to_a_drafter(place: Path, capsys: pytest.CaptureFixture[st
         (["--samples", "0"], "--samples is 0; it must be 1 or more"),
         (["--max-prompt-tokens", "3"], "no prompt is left"),
         (["--temperatures", "hot"], "--temperatures 'hot'"),
+        (["--out", "train.jsonl"], "--out: nothing can be written to the folder 'train.jsonl'"),
+        (["--out", "train.jsonl/below"], "--out: nothing can be written to the folder 'train.jsonl/below'"),
     ],
 )
 def test_what_can_not_work_is_said(
@@ -92,6 +94,43 @@ def test_what_can_not_work_is_said(
 ) -> None:
     assert data(*words) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--out", "train.jsonl/told.json"], "--out: nothing can be written to the folder 'train.jsonl'"),
+        (["--out", "tiny-target"], "--out 'tiny-target' is a folder: name the JSON file"),
+        (["--skip", "300"], "--skip 300 leaves no prompt"),
+    ],
+)
+def test_what_can_not_be_evaluated_is_said_before_the_work(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(*_: object) -> None:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr(train_eval, "load_generator", work)
+    told = ["train", "eval", "held-out.jsonl", "--target", "tiny-target", "--draft", "tiny-target", *words]
+    assert cli.main(told) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_no_time_to_go_is_told_from_the_first_of_many(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wave of 32 texts side by side takes 40 s: one of 560 ended so far says 22,360 s, the wave 660 s."""
+    clock = [0.0]
+    monkeypatch.setattr(train_common.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(train_common.sys.stderr, "isatty", lambda: False, raising=False)
+    with train_common.Bar("answers", 560) as bar:
+        for second, done in ((40.0, 1), (40.0, 32), (80.0, 64)):
+            clock[0] = second
+            bar.show(done, "3 tokens/s")
+    assert capsys.readouterr().err.splitlines() == [
+        "1 of 560 answers, 3 tokens/s",
+        "64 of 560 answers, 3 tokens/s, 620 s to go",
+    ]
 
 
 def test_parts_are_a_whole(place: Path) -> None:

@@ -20,6 +20,7 @@ from draft_service.training.estimate import Estimate, estimate, held_out_batches
 from draft_service.training.fit import fit, run
 from draft_service.training.fit_settings import FitSettings, load_fit, make_recipe
 from draft_service.training.frozen_target import FrozenTarget
+from draft_service.training.mask_token import check_mask_token
 from draft_service.training.network import DrafterShape, Network
 from draft_service.training.parallel import Ranks
 from draft_service.training.shards import Shards
@@ -126,6 +127,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(
                 fit(place.settings(tmp_path / "cut", resume=interruption > 0, **changes))
     with pytest.raises(ConfigError, match="learning_rate 0.003 -> 0.1"):
         fit(place.settings(tmp_path / "cut", resume=True, **{**changes, "learning_rate": 0.1}))
+    with pytest.raises(ConfigError, match=r"mask_token_id \d+ -> 7;"):
+        fit(place.settings(tmp_path / "cut", resume=True, **{**changes, "mask_token_id": 7}))
     with pytest.raises(ConfigError, match="--resume continues it"):
         fit(place.settings(tmp_path / "cut", **changes))
     ended = fit(place.settings(tmp_path / "cut", resume=True, **changes))
@@ -195,3 +198,25 @@ def test_what_does_not_belong_together_is_refused(place: Place, tmp_path: Path) 
         fit(place.settings(tmp_path / "out", resume=True))
     with pytest.raises(ConfigError, match="no GPU is here"):
         fit(place.settings(tmp_path / "out", device="cuda:99" if torch.cuda.is_available() else "cuda"))
+    with pytest.raises(ConfigError, match="--init 'nowhere' is not a folder here"):
+        fit(place.settings(tmp_path / "out", init="nowhere"))
+    with pytest.raises(ConfigError, match=f"'{tmp_path}' holds no training data"):
+        fit(place.settings(tmp_path / "out", data=str(tmp_path)))
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="--out: nothing can be written to the folder '.*file/run'"):
+        fit(place.settings(tmp_path / "file"))
+
+
+def test_a_mask_token_that_texts_use_is_told(
+    place: Place, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shards = Shards(place.data)
+    vocab, used = shards.manifest.vocab_size, int(shards.tokens[0])
+    unused = next(i for i in range(vocab) if i not in shards.tokens)
+    check_mask_token(unused, shards)
+    assert not caplog.records
+    check_mask_token(used, shards)
+    times = shards.tokens.tolist().count(used)
+    assert f"--mask-token-id {used} is in the data, {times} times" in caplog.text
+    with pytest.raises(ConfigError, match=f"--mask-token-id is {vocab}: .* 0..{vocab - 1}"):
+        fit(place.settings(tmp_path / "out", mask_token_id=vocab))

@@ -64,7 +64,7 @@ def reads(work: Work, target: Footprint, draft: Footprint | None) -> tuple[Read,
     ]
     if work.context_rows_copied:
         size = work.context_rows_copied * target.kv_bytes_per_token
-        found.append(Read("target", "copies", "context K/V again, of pages put together", size, 1.0))
+        found.append(Read("target", "copies", "context K/V again, put together", size, 1.0))
     if draft is not None and work.draft_passes:
         found += [
             Read("draft", "weights", "weights, block passes", draft.weight_bytes, work.draft_passes),

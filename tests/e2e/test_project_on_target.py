@@ -5,6 +5,7 @@ and text as without, for as many times fewer bytes as there are taps.
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,20 @@ def run(folder: Path, draft: dict[str, Any], target: dict[str, Any]) -> tuple[Ru
             product.run([request_for(p, SAMPLING, seed=i, max_tokens=20)], budget=16, script=watch)
             for i, p in enumerate(PROMPTS)
         ]
-        moved = product._engine._capture._sink.stats.snapshot()
+        moved = settled(product._engine._capture._sink.stats)
         assert product.transport == draft["transport"]
         texts = [text for one in runs for text in one.texts]
         assert not any(one.recorder.fallbacks for one in runs)
-        return Run(texts, runs[0].recorder), seen, sum(moved.bytes_by_transport.values())
+        return Run(texts, runs[0].recorder), seen, moved
+
+
+def settled(stats: Any) -> float:
+    """Bytes moved. The last rows are announced after the answer."""
+    before, now = -1.0, 0.0
+    while now != before:
+        time.sleep(0.1)
+        before, now = now, sum(stats.snapshot().bytes_by_transport.values())
+    return now
 
 
 @pytest.fixture(scope="module")

@@ -440,7 +440,12 @@ def test_rows_are_shared_and_small_shares_skip_the_draft() -> None:
     observer = Recorder()
 
     async def body(scheduler: Scheduler) -> None:
-        await asyncio.gather(*(collect(scheduler, make_request(i, max_tokens=60)) for i in range(8)))
+        await asyncio.gather(
+            *(
+                collect(scheduler, make_request(i, max_tokens=60 if i else 400, ignore_eos=True))
+                for i in range(8)
+            )
+        )
 
     limits = SchedulerLimits(tree_budget=16, max_verify_rows=16, min_tree=4)
     run_scheduler(body, target, draft, limits=limits, observer=observer)

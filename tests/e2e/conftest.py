@@ -28,9 +28,8 @@ def stack(tiny_models: tuple[Path, Path]) -> Iterator[RunningStack]:
     service, or brings it out of step, waits until everything is well again.
     """
     target, drafter = tiny_models
-    with running_stack(
-        f"--target={target}", f"--draft={drafter}", "--dtype=float32", "--tree-budget=8"
-    ) as running:
+    flags = ("--dtype=float32", "--tree-budget=8", "--max-verify-rows=64")  # four streams are drafted for
+    with running_stack(f"--target={target}", f"--draft={drafter}", *flags) as running:
         yield running
 
 

@@ -20,7 +20,6 @@ from benchmarks.simulation.texts import Drafter
         # Sessions beyond the first cost 10 ms each, which no measured curve says: without a term for them
         # trees look dear, and this is 0.63 of the best.
         ("cpu-smollm2-135m", "gsm8k-like", 8, (4, 5)),
-        ("cpu-smollm2-135m", "smollm2-135m", 8, (2, 5)),
     ],
 )
 def test_as_good_as_the_best_fixed_setting(

@@ -117,7 +117,7 @@ def test_data_of_another_target_does_not_mix(tmp_path: Path) -> None:
 
 
 def test_what_is_no_data_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="manifest.json is missing"):
+    with pytest.raises(ConfigError, match="there is no manifest.json"):
         Shards(tmp_path)
     ShardWriter(tmp_path, manifest()).close()
     with pytest.raises(ConfigError, match="no finished shard"):

@@ -266,7 +266,7 @@ class Engine:
         if failure is not None:
             # Answers only: whatever else there is may be what broke.
             self._book.fail_all(failure)
-            self._answer()
+            self._book.flush()
             return False
         now = time.monotonic()
         self._book.expire(now=now)

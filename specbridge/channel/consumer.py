@@ -288,16 +288,25 @@ class HiddenStateClient:
         if self._projection is not None:
             attach.projection.CopyFrom(wire.projection_to_pb(self._projection))
         await _say(call, target_pb2.ChannelRequest(attach=attach))
-        if self._projection is not None:
-            for part in wire.projection_parts(self._projection):
+        # Asked for before the weights go out: a write that meets the call's end makes gRPC forget what it has
+        # not been asked for yet, a refusal and its reason among it.
+        answer = asyncio.ensure_future(call.read())
+        try:
+            for part in wire.projection_parts(self._projection) if self._projection is not None else ():
+                if answer.done():
+                    break
                 await _say(call, part)
+            reply = await answer
+        finally:
+            answer.cancel()
         memory: ConsumerMemory | None = None
-        while (reply := await call.read()) is not grpc.aio.EOF:
+        while reply is not grpc.aio.EOF:
             kind = reply.WhichOneof("kind")
             if kind == "offer":
                 tried = try_offer(wire.offer_from_pb(reply.offer), self._device)
                 memory = tried.memory
                 await _say(call, wire.probe_to_pb(tried.probe))
+                reply = await call.read()
             elif kind == "refused":
                 raise error_from_pb(reply.refused.error)
             elif kind == "attached" and memory is not None:
@@ -368,5 +377,5 @@ class HiddenStateClient:
 
 async def _say(call: Any, message: target_pb2.ChannelRequest) -> None:
     """Write, unless the call has ended meanwhile: reading then tells why, writing does not."""
-    with contextlib.suppress(asyncio.InvalidStateError):
+    with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
         await call.write(message)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +65,16 @@ async def test_weights_arrive_bit_for_bit(
         ({}, 8, r"\[16, 8\] does not fit"),
     ],
 )
+@pytest.mark.parametrize("part", [1, 16 << 20], ids=["still sending", "sent at once"])
 async def test_what_can_not_be_applied_is_refused_before_it_is_read(
-    tmp_path: Path, options: dict[str, Any], columns: int, said: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    part: int,
+    options: dict[str, Any],
+    columns: int,
+    said: str,
 ) -> None:
+    monkeypatch.setattr(wire, "PROJECTION_PART_BYTES", part)
     served, got = target(tmp_path, **options)
     async with (
         served,
@@ -78,8 +86,6 @@ async def test_what_can_not_be_applied_is_refused_before_it_is_read(
         ) as draft,
     ):
         await until(lambda: draft.client.reason != "not attached yet")
-        import re
-
         assert re.search(said, draft.client.reason) and not got and not draft.attached
 
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from gateway.crowd import Crowd
 from gateway.generation import GenerationRequest
 from gateway.limits import SchedulerLimits
 from gateway.session import Phase, Session
@@ -102,6 +103,7 @@ class Admission:
             quantum=limits.fair_quantum, ageing_s=limits.priority_ageing
         )
         self._active: dict[int, Session] = {}
+        self._crowd = Crowd(clock)
         self._rate = _Rate()
         self._output = float(TYPICAL_OUTPUT)
 
@@ -113,6 +115,11 @@ class Admission:
     def running(self) -> int:
         """Sessions that hold a place: opening, running or re-opening."""
         return len(self._active)
+
+    @property
+    def expected(self) -> int:
+        """Sessions that one which comes now will mostly run beside, itself among them."""
+        return self._crowd.expected
 
     @property
     def places(self) -> int:
@@ -156,7 +163,7 @@ class Admission:
 
     def put_back(self, session: Session) -> None:
         """A session has lost its pages: it waits until it can have them back."""
-        del self._active[session.key.number]
+        self._gone(session)
         session.preemptions += 1
         assert session.admitted_at is not None
         self._queue.put_back(
@@ -178,18 +185,23 @@ class Admission:
             return None
         self._queue.take(session)
         self._active[session.key.number] = session
+        self._crowd.enter(session.key.number)
         if session.admitted_at is None:
             session.admitted_at = now
         return session
 
     # ---- going ------------------------------------------------------------------------------
 
+    def _gone(self, session: Session) -> None:
+        del self._active[session.key.number]
+        self._crowd.leave(session.key.number)
+
     def end(self, session: Session) -> None:
         """A request is over, wherever it was."""
         if session.phase is Phase.QUEUED:
             self._queue.remove(session)
             return
-        del self._active[session.key.number]
+        self._gone(session)
         output = session.ledger.output
         request = session.request
         self._rate.add(len(session.tokens) - session.cached_tokens, self._clock())

@@ -115,7 +115,11 @@ class Outcome:
 class BudgetPolicy(Protocol):
     """plan, cut (if the draft was asked) and observe are called once a round each, in this order, by one
     cohort's loop; with two cohorts the calls of two rounds interleave.
+
+    probes: whether it drafts now and then where it would not, to learn what that brings.
     """
+
+    probes: bool
 
     def measured(self, target: TargetInfo, draft: DraftInfo | None) -> None:
         """The services as they are now, with the costs they have measured; called when one (re)appears."""
@@ -206,8 +210,11 @@ class SharedRows:
 
     Every running session has its anchor row in any case; what is left of `max_verify_rows` is shared evenly
     by the sessions that can speculate. Leftover rows go to the first ones. Where so many run that the draft
-    is skipped, sessions that come are not opened there: what it appends for them takes a CPU's cores.
+    is skipped, sessions that come are not opened there: what it appends for them takes a CPU's cores, and
+    what it does not hold of their prompts yet would be computed again.
     """
+
+    probes = False
 
     def __init__(self, *, tree_budget: int, max_verify_rows: int, min_tree: int, cohorts: int = 1) -> None:
         """max_verify_rows: of a pass of one of `cohorts`."""

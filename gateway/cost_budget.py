@@ -60,6 +60,8 @@ TRUSTED_ROUNDS = 8
 class CostBudget:
     """Implements gateway.budget.BudgetPolicy; see the module."""
 
+    probes = True
+
     def __init__(self) -> None:
         self.calibration = Calibration()
         self.forecast = Forecast()

@@ -74,10 +74,13 @@ class Drafting(Standing):
         limits: SchedulerLimits,
         observer: RoundObserver,
         running: Callable[[], int],
+        expected: Callable[[], int],
         flush: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(link, policy, limits=limits, observer=observer, running=running, clock=clock)
+        super().__init__(
+            link, policy, limits=limits, observer=observer, running=running, expected=expected, clock=clock
+        )
         self._flush = flush
         self._pending: dict[int, Exchange[DraftResult, DraftTimings]] = {}
 

@@ -111,11 +111,7 @@ class Opener:
             ) from None
 
     async def _open_once(self, session: Session) -> TargetResult | SpecBridgeError:
-        prefix = await self._open_draft(session)
-        # Without a draft session the target uses its own prefix alone: the cap is then no cap.
-        item = session.target_open(
-            len(session.tokens) if prefix is None else min(prefix, len(session.tokens))
-        )
+        item = session.target_open(await self._open_draft(session))
         future: asyncio.Future[TargetResult | SpecBridgeError] = asyncio.get_running_loop().create_future()
         session.target_reply = future
         try:

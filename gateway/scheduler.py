@@ -78,6 +78,7 @@ class Scheduler:
             limits=self.limits,
             observer=self._observer,
             running=lambda: self.running,
+            expected=lambda: self._admission.expected,
             flush=lambda: self._runner.wake_readers(),
             clock=clock,
         )

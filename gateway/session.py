@@ -149,19 +149,24 @@ class Session:
             self.key = dataclasses.replace(self.key, incarnation=self.key.incarnation + 1)
         self.attempts += 1
 
-    def target_open(self, draft_prefix: int) -> TargetOpen:
+    def target_open(self, draft_prefix: int | None) -> TargetOpen:
+        """draft_prefix: context rows that the draft holds; None if it has no session, and so no say in which
+        prefix the target reuses.
+        """
+        length = len(self.tokens)
         return TargetOpen(
             session=self.key,
             tokens=tuple(self.tokens),
             prompt_length=self.prompt_length,
             sampling=self.sampling,
             stop=self.request.stop,
-            draft_prefix=draft_prefix,
+            draft_prefix=length if draft_prefix is None else min(draft_prefix, length),
             speculate=self.speculate,
             cache_salt=self.request.cache_salt,
             want_logprobs=self.request.want_logprobs,
             priority=self.request.priority,
             age_ms=self._age_ms(),
+            draft_absent=self.speculate and draft_prefix is None,
         )
 
     def _age_ms(self) -> int:

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 RETRY_FIRST_S = 0.25
 RETRY_MAX_S = 10.0
 SCOUT_EVERY = 8
-"""While no draft is expected, one of so many sessions is opened there all the same: probes need some."""
+"""While no draft is expected, one of so many sessions is opened there all the same if the budget probes."""
 
 
 class RateLimiter:
@@ -57,14 +57,18 @@ class Standing:
         limits: SchedulerLimits,
         observer: RoundObserver,
         running: Callable[[], int],
+        expected: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """running(): sessions that have a place, opening or running."""
+        """running(): sessions that have a place, opening or running. expected(): those that a session that
+        opens now will mostly run beside, itself among them.
+        """
         self.clock = clock
         self.link = link
         self.mismatch = ""
         self._policy = policy
         self._running = running
+        self._expected = expected
         self._spared = 0
         self._limits = limits
         self._observer = observer
@@ -135,9 +139,9 @@ class Standing:
     def spares(self, session: Session) -> bool:
         """Whether a session that opens is not to be opened at the draft, which nobody will ask for long."""
         session.draft_spared = False
-        if self._policy.spares(self._running()):
+        if self._policy.spares(self._expected()):
             self._spared += 1
-            session.draft_spared = self._spared % SCOUT_EVERY != 0
+            session.draft_spared = not self._policy.probes or self._spared % SCOUT_EVERY != 0
         return session.draft_spared
 
     def _worth_capturing(self, session: Session) -> bool:

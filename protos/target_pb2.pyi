@@ -86,7 +86,7 @@ class TargetRequest(_message.Message):
     def __init__(self, batch_id: _Optional[int] = ..., open: _Optional[_Iterable[_Union[TargetOpen, _Mapping]]] = ..., verify: _Optional[_Iterable[_Union[Verify, _Mapping]]] = ..., release: _Optional[_Iterable[_Union[Release, _Mapping]]] = ...) -> None: ...
 
 class TargetOpen(_message.Message):
-    __slots__ = ("session", "tokens", "prompt_length", "sampling", "stop", "draft_prefix", "speculate", "cache_salt", "want_logprobs", "priority", "age_ms")
+    __slots__ = ("session", "tokens", "prompt_length", "sampling", "stop", "draft_prefix", "speculate", "cache_salt", "want_logprobs", "priority", "age_ms", "draft_absent")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
@@ -98,6 +98,7 @@ class TargetOpen(_message.Message):
     WANT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     AGE_MS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_ABSENT_FIELD_NUMBER: _ClassVar[int]
     session: _common_pb2.SessionKey
     tokens: _containers.RepeatedScalarFieldContainer[int]
     prompt_length: int
@@ -109,7 +110,8 @@ class TargetOpen(_message.Message):
     want_logprobs: int
     priority: int
     age_ms: int
-    def __init__(self, session: _Optional[_Union[_common_pb2.SessionKey, _Mapping]] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[_common_pb2.StopParams, _Mapping]] = ..., draft_prefix: _Optional[int] = ..., speculate: _Optional[bool] = ..., cache_salt: _Optional[bytes] = ..., want_logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., age_ms: _Optional[int] = ...) -> None: ...
+    draft_absent: bool
+    def __init__(self, session: _Optional[_Union[_common_pb2.SessionKey, _Mapping]] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[_common_pb2.StopParams, _Mapping]] = ..., draft_prefix: _Optional[int] = ..., speculate: _Optional[bool] = ..., cache_salt: _Optional[bytes] = ..., want_logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., age_ms: _Optional[int] = ..., draft_absent: _Optional[bool] = ...) -> None: ...
 
 class Verify(_message.Message):
     __slots__ = ("session", "base", "tree", "defer_rows")

@@ -193,7 +193,8 @@ class TargetInfo:
 @dataclass(frozen=True, slots=True)
 class TargetOpen:
     """priority: lower is prefilled first and preempted last. age_ms: since the request began, over all its
-    incarnations; of equal priority the youngest is preempted."""
+    incarnations; of equal priority the youngest is preempted. draft_absent: the draft has no such session, so
+    nothing is captured for it until it asks."""
 
     session: SessionKey
     tokens: tuple[int, ...]
@@ -206,6 +207,7 @@ class TargetOpen:
     want_logprobs: int = 0
     priority: int = 0
     age_ms: int = 0
+    draft_absent: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,6 +141,7 @@ def target_info_from_pb(pb: target_pb2.TargetInfo) -> r.TargetInfo:
 
 _TARGET_OPEN_PLAIN = (
     "prompt_length", "draft_prefix", "speculate", "cache_salt", "want_logprobs", "priority", "age_ms",
+    "draft_absent",
 )  # fmt: skip
 
 

@@ -94,7 +94,7 @@ class CaptureState(Enum):
     SUSPENDED = "suspended"
     """Rows from `position` on are missing; the target re-captures them."""
     LOST = "lost"
-    """The draft's context is unknown here; it has to ask."""
+    """The draft's context is unknown here, or it has none; it has to ask."""
 
 
 @dataclass(slots=True)
@@ -177,11 +177,13 @@ class Capture:
         self._ring = None
         self._lose(sessions)
 
-    def open(self, *, speculate: bool, draft_prefix: int) -> SessionCapture:
-        """State of a session that starts now, whose draft context holds rows [0, draft_prefix)."""
+    def open(self, *, speculate: bool, draft_prefix: int, absent: bool = False) -> SessionCapture:
+        """State of a session that starts now, whose draft context holds rows [0, draft_prefix). absent: the
+        draft has no such session.
+        """
         if not speculate:
             return SessionCapture()
-        state = CaptureState.FOLLOWING if self.live else CaptureState.LOST
+        state = CaptureState.FOLLOWING if self.live and not absent else CaptureState.LOST
         return SessionCapture(state, draft_prefix)
 
     def reserve(

@@ -234,7 +234,9 @@ class SessionBook:
             max_tokens=stop.max_tokens,
             max_length=limits.max_length,
             table=self.cache.open((), salt=request.cache_salt, limit=0),
-            capture=self.capture.open(speculate=request.speculate, draft_prefix=request.draft_prefix),
+            capture=self.capture.open(
+                speculate=request.speculate, draft_prefix=request.draft_prefix, absent=request.draft_absent
+            ),
             reply=reply,
             order=self._opened,
             priority=request.priority,

@@ -23,6 +23,8 @@ LIMITS = SchedulerLimits(max_verify_rows=256, min_tree=1)
 class Scripted(SharedRows):
     """A fixed budget that spares and wants when it is told to."""
 
+    probes = True
+
     def __init__(self, *, spare: bool = True, want: bool = False, worth: bool = True) -> None:
         super().__init__(tree_budget=5, max_verify_rows=256, min_tree=1)
         self.spare, self.want, self.worth = spare, want, worth
@@ -58,7 +60,8 @@ def run(policy: Scripted, count: int, *, max_tokens: int = 60, turn: int = 0) ->
     run_scheduler(body, target, draft, limits=LIMITS, observer=observer, policy=policy)
     assert not target.sessions and not draft.sessions
     # The target's own prefix is used alone: nothing is held back for a draft that knows nothing.
-    spared = [item for item in target.opened if item.draft_prefix == len(item.tokens)]
+    spared = [item for item in target.opened if item.draft_absent]
+    assert all(item.draft_prefix == len(item.tokens) for item in spared)
     assert len(spared) == (count - count // SCOUT_EVERY if policy.spare else 0)
     observer.reconcile()
     return draft, observer
@@ -196,3 +199,27 @@ def test_capturing_pays_with_enough_tokens_to_go(met: bool) -> None:
     assert not policy.worth_capturing(rows=40, remaining=5, sessions=1)
     assert policy.worth_capturing(rows=40, remaining=400, sessions=1)
     assert not policy.worth_capturing(rows=40, remaining=400, sessions=64)
+
+
+def test_the_first_of_a_burst_is_spared_where_the_last_burst_was() -> None:
+    """Its first millisecond alone would have it opened at the draft, its prompt computed again for that."""
+    target, draft = FakeTarget(delay=0.001), FakeDraft(oracle)
+    linked(target, draft)
+    policy = SharedRows(tree_budget=5, max_verify_rows=12, min_tree=4)
+    opened: list[int] = []
+
+    async def body(scheduler: Scheduler) -> None:
+        for turn in range(2):
+            wanted = [make_request(i + 8 * turn, max_tokens=200, ignore_eos=True) for i in range(8)]
+            tasks = []
+            for request in wanted:
+                tasks.append(asyncio.create_task(collect(scheduler, request)))
+                await asyncio.sleep(0.005)
+            texts = await asyncio.gather(*tasks)
+            for request, text in zip(wanted, texts, strict=True):
+                assert text.tokens == plain(request.tokens, request.stop, request.seed or 0).tokens
+            opened.append(len(draft.opens) - draft.recaptures)
+
+    limits = SchedulerLimits(max_verify_rows=12, min_tree=4)
+    run_scheduler(body, target, draft, limits=limits, policy=policy)
+    assert 0 < opened[0] < 8 and opened[1] == opened[0]

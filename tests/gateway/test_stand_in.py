@@ -71,7 +71,13 @@ def test_a_draft_that_simulates_something_else_is_not_asked(ours: str, theirs: s
     link: Any = SimpleNamespace(info=draft, up=True)
     limits = SchedulerLimits()
     drafting = Drafting(
-        link, policy_for(limits), limits=limits, observer=Recorder(), running=lambda: 0, flush=lambda: None
+        link,
+        policy_for(limits),
+        limits=limits,
+        observer=Recorder(),
+        running=lambda: 0,
+        expected=lambda: 0,
+        flush=lambda: None,
     )
     drafting.check(dataclasses.replace(target, vocab_size=draft.vocab_size))
     assert drafting.mismatch.startswith(reason) and bool(drafting.mismatch) == bool(reason)

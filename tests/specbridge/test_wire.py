@@ -54,7 +54,19 @@ propose = st.builds(r.Propose, keys, u32, u32, u32, u32)
 salt = st.binary(max_size=9)
 priorities = st.integers(-(2**31), 2**31 - 1)
 target_open = st.builds(
-    r.TargetOpen, keys, tokens, u32, sampling, stop, u32, st.booleans(), salt, u32, priorities, u32
+    r.TargetOpen,
+    keys,
+    tokens,
+    u32,
+    sampling,
+    stop,
+    u32,
+    st.booleans(),
+    salt,
+    u32,
+    priorities,
+    u32,
+    st.booleans(),
 )
 draft_open = st.builds(r.DraftOpen, keys, tokens, u32, sampling, salt, st.booleans(), u32)
 logprobs = st.builds(r.TokenLogprobs, number, tokens, st.lists(number, max_size=3).map(tuple))

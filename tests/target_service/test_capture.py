@@ -273,6 +273,25 @@ def test_a_draft_that_attaches_late_gets_what_it_asks_for(world: Callable[..., W
     assert text[len(PROMPT) :] == expected(w)[: len(text) - len(PROMPT)]
 
 
+def test_a_session_that_the_draft_does_not_have_is_captured_once_it_asks(world: Callable[..., World]) -> None:
+    w = world()
+    w.client.generate(open_request(1, PROMPT))
+    sent = len(w.sink.chunks)
+    key = SessionKey(GATEWAY, 2)
+    first = w.client.open(open_request(2, PROMPT, draft_prefix=len(PROMPT), draft_absent=True))
+    (result,) = w.client.verify([Verify(key, first.kv_length)]).results
+    assert first.cached_tokens == 32 and not result.draft_has_context and len(w.sink.chunks) == sent
+    w.engine.request_recapture(key, 0, "attach")
+    kv, text = result.kv_length, [*PROMPT, *first.tokens, *result.tokens]
+    deadline = time.monotonic() + 10
+    while not result.draft_has_context and time.monotonic() < deadline:
+        (result,) = w.client.verify([Verify(key, kv)]).results
+        kv, text = result.kv_length, [*text, *result.tokens]
+    assert result.draft_has_context
+    w.check(text, key=key, upto=kv)
+    assert text[len(PROMPT) :] == expected(w)[: len(text) - len(PROMPT)]
+
+
 def test_recapture_reads_pages_and_writes_none(world: Callable[..., World]) -> None:
     w = world()
     w.client.open(open_request(1, PROMPT))

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import random
+import time
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -35,6 +36,8 @@ ReplyOut = TypeVar("ReplyOut", covariant=True)
 BACKOFF_FIRST_S = 0.05
 BACKOFF_MAX_S = 2.0
 CLOSE_S = 1.0
+PATIENCE_S = 10.0
+"""A service that has never been there is waited for so long before that is a warning: all start at once."""
 
 
 class Listener(Protocol[InfoIn, ReplyIn]):
@@ -162,23 +165,27 @@ class _GrpcClient(Generic[InfoT, RequestT, ReplyT]):
     async def _run(self, listener: Listener[InfoT, ReplyT]) -> None:
         """Connect, pump, back off, for ever. A stream that ended by itself resets the back-off."""
         backoff = BACKOFF_FIRST_S
-        reported = ""
+        reported: tuple[int, str] | None = None
+        patient_until = time.monotonic() + PATIENCE_S
         while True:
             reason = ""
             try:
-                reason = await self._pump(await self.info(self._connect_timeout_s), listener)
-                backoff, reported = BACKOFF_FIRST_S, ""
+                info = await self.info(self._connect_timeout_s)
+                patient_until = 0.0
+                reason = await self._pump(info, listener)
+                backoff, reported = BACKOFF_FIRST_S, None
             except SpecBridgeError as error:
                 reason = str(error)
             except Exception as error:  # a defect in a listener or a conversion must not end the client
                 reason = _unexpected(error)
-                if reason != reported:
+                if reported is None or reason != reported[1]:
                     log.exception("the stream to the %s failed", self.service)
             # Jitter keeps many gateways from knocking at a restarted service in step.
             delay = backoff * random.uniform(0.5, 1.5)
-            if reason != reported:
-                log.warning("%s not connected: %s; next try in %.2f s", self.service, reason, delay)
-                reported = reason
+            level = logging.INFO if time.monotonic() < patient_until else logging.WARNING
+            if (level, reason) != reported:
+                log.log(level, "%s not connected: %s; next try in %.2f s", self.service, reason, delay)
+                reported = level, reason
             await asyncio.sleep(delay)
             backoff = min(backoff * 2, BACKOFF_MAX_S)
 

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import random
 import secrets
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +43,8 @@ log = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S = 0.1
 LAST_BACKOFF_S = 2.0
+PATIENCE_S = 10.0
+"""A target that has never been there is waited for so long before that is a warning: all start at once."""
 SUPERSEDED_BACKOFF_S = 30.0
 """Two drafts at one target would take it from each other for ever; the loser waits this long."""
 
@@ -188,9 +191,11 @@ class HiddenStateClient:
 
     async def _run(self) -> None:
         backoff = FIRST_BACKOFF_S
-        said = ""
+        said: tuple[int, str] | None = None
+        patient_until = time.monotonic() + PATIENCE_S
         async with self._connect() as channel:
             while True:
+                starting = time.monotonic() < patient_until
                 try:
                     stub = target_pb2_grpc.TargetStub(channel)
                     await self._attachment(stub.HiddenStates())
@@ -204,14 +209,17 @@ class HiddenStateClient:
                     reason = f"the target did not answer within {self._handshake_s} s"
                 except SpecBridgeError as error:
                     reason = str(error)
+                    starting = starting and isinstance(error, Unavailable)
                 except Exception as error:  # a defect in a callback must not end the channel for good
                     log.exception("the hidden-state channel failed")
                     reason = f"{type(error).__name__}: {error}"
                 if self._end(reason):
-                    backoff, said = FIRST_BACKOFF_S, reason
-                elif reason != said:
-                    log.warning("can't attach to the target at %s: %s", self._address, reason)
-                    said = reason
+                    backoff, said, patient_until = FIRST_BACKOFF_S, (logging.WARNING, reason), 0.0
+                else:
+                    level = logging.INFO if starting else logging.WARNING
+                    if (level, reason) != said:
+                        log.log(level, "can't attach to the target at %s: %s", self._address, reason)
+                        said = level, reason
                 wait = self._superseded_backoff_s if reason == SUPERSEDED else backoff
                 await asyncio.sleep(wait * random.uniform(0.75, 1.25))
                 backoff = min(2 * backoff, LAST_BACKOFF_S)

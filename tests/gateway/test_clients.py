@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from fake_services import FakeDraft, FakeTarget, linked, oracle, plain
 from grpc_fakes import serve_draft, serve_target
 from scheduler_harness import Recorder, collect, make_request
 
+from gateway import clients
 from gateway.clients import GrpcDraftClient, GrpcTargetClient
 from gateway.limits import SchedulerLimits
 from gateway.scheduler import Scheduler
@@ -89,6 +91,39 @@ def test_connect_send_reset_and_close(tmp_path: Path) -> None:
         await until(lambda: not target.sessions)
         assert not client.connected and len(listener.reasons) == 2
         await server.stop(0)
+
+    run(body)
+
+
+def test_a_service_that_is_still_starting_is_no_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All services of a stack start at once; one that stays away, or was there, is one."""
+    caplog.set_level(logging.INFO, logger="gateway.clients")
+
+    def said() -> list[int]:
+        return [r.levelno for r in caplog.records if "target not connected" in r.getMessage()]
+
+    async def body() -> None:
+        monkeypatch.setattr(clients, "PATIENCE_S", 0.5)
+        client = GrpcTargetClient(f"unix:{tmp_path}/t", connect_timeout_s=0.2)
+        client.start(Listener())
+        await until(said)
+        assert set(said()) == {logging.INFO}
+        await until(lambda: logging.WARNING in said())
+        assert said().count(logging.WARNING) == 1
+        await client.close()
+
+        caplog.clear()
+        monkeypatch.setattr(clients, "PATIENCE_S", 60.0)
+        server, _ = await serve_target(FakeTarget(), f"unix:{tmp_path}/u")
+        client = GrpcTargetClient(f"unix:{tmp_path}/u", connect_timeout_s=0.2)
+        client.start(Listener())
+        await until(lambda: client.connected)
+        await server.stop(0)
+        await until(said)
+        assert set(said()) == {logging.WARNING}
+        await client.close()
 
     run(body)
 

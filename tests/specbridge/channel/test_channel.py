@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,7 +15,7 @@ import pytest
 from channel_peers import INSTANCE, KEY, ChannelDraft, ChannelTarget, fill, leftovers, reserve_within, until
 
 from protos import common_pb2, target_pb2, target_pb2_grpc
-from specbridge.channel import segment, shared_memory, wire
+from specbridge.channel import consumer, segment, shared_memory, wire
 from specbridge.channel.base import ChannelLayout, ReceivedChunk
 from specbridge.errors import InvalidRequest
 
@@ -388,6 +389,22 @@ async def test_a_refusal_carries_the_engines_words(address: str, caplog: pytest.
     assert target.channel.stats.snapshot().refused >= 2
     said = [record for record in caplog.records if "can't attach" in record.getMessage()]
     assert len([record for record in said if "outside [0, 2)" in record.getMessage()]) == 1
+
+
+async def test_a_target_that_is_still_starting_is_no_warning(
+    address: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="specbridge.channel.consumer")
+    monkeypatch.setattr(consumer, "PATIENCE_S", 0.5)
+
+    def said() -> list[int]:
+        return [r.levelno for r in caplog.records if "can't attach" in r.getMessage()]
+
+    async with ChannelDraft(address):
+        await until(said)
+        assert set(said()) == {logging.INFO}
+        await until(lambda: logging.WARNING in said())
+        assert said().count(logging.WARNING) == 1
 
 
 async def test_no_common_transport_is_refused_with_reasons(address: str) -> None:

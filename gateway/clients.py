@@ -36,7 +36,7 @@ ReplyOut = TypeVar("ReplyOut", covariant=True)
 BACKOFF_FIRST_S = 0.05
 BACKOFF_MAX_S = 2.0
 CLOSE_S = 1.0
-PATIENCE_S = 10.0
+PATIENCE_S = 30.0
 """A service that has never been there is waited for so long before that is a warning: all start at once."""
 
 

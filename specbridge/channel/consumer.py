@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S = 0.1
 LAST_BACKOFF_S = 2.0
-PATIENCE_S = 10.0
+PATIENCE_S = 30.0
 """A target that has never been there is waited for so long before that is a warning: all start at once."""
 SUPERSEDED_BACKOFF_S = 30.0
 """Two drafts at one target would take it from each other for ever; the loser waits this long."""

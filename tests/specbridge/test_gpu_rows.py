@@ -58,7 +58,9 @@ def test_auto_asks_the_driver(monkeypatch: pytest.MonkeyPatch, init: int, count:
 
     driver = SimpleNamespace(cuInit=lambda flags: init, cuDeviceGetCount=devices)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
-    assert gpu_rows.runs_on_gpu("auto") is there
+    for version, can in (("2.13.0", True), ("2.11.0+cu130", True), ("2.13.0+cpu", False)):
+        monkeypatch.setattr(gpu_rows.metadata, "version", lambda name, version=version: version)
+        assert gpu_rows.runs_on_gpu("auto") is (there and can)
 
 
 def test_auto_without_a_driver_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,4 +68,5 @@ def test_auto_without_a_driver_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> No
         raise OSError(name)
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
+    monkeypatch.setattr(gpu_rows.metadata, "version", lambda name: "2.13.0")
     assert not gpu_rows.runs_on_gpu("auto")

@@ -7,8 +7,8 @@ Nothing in it waits for the host, and no size depends on what the tensors hold: 
 then on; large prompt chunks run eagerly. Filters and masks (top-k, top-p, min-p, min_tokens) have sizes that
 depend on the data: such a step's forward and tail are launched around the choice.
 
-Owns the order of a pass, its buffers and graphs. The forward is the decoder's, each operation is in kernels;
-target_service.model.host_pass does the same with torch alone.
+Owns the order of a pass and its graphs. Its tensors are pass_buffers', the forward is the decoder's, each
+operation is in kernels; target_service.model.host_pass does the same with torch alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kernels import cuda
 from kernels.choice import choose_rows, merge_choices
 from kernels.commit import commit_rows
 from kernels.ragged import RaggedBatch, ancestor_words
-from kernels.ragged_attention import AttentionWorkspace, Window, make_workspace, workspace_floats
+from kernels.ragged_attention import Window
 from kernels.simulate import true_tokens
 from specbridge.channel import dlpack
 from specbridge.channel.base import ChannelLayout
@@ -34,7 +34,8 @@ from target_service.model.config import ModelConfig
 from target_service.model.decoder import Decoder, Taps
 from target_service.model.layers import Heads
 from target_service.model.memory import Memory
-from target_service.model.packing import Packed, Shape, bucket, choice_rows, exact_shape, fill, views
+from target_service.model.packing import Shape, bucket, choice_rows, exact_shape, fill
+from target_service.model.pass_buffers import Buckets, Buffers
 from target_service.model.walk import PackedWalk
 from target_service.parallel import Group
 from target_service.sampling import choose
@@ -45,23 +46,6 @@ from target_service.step import CAPTURE, EAGER, REPLAY, Step, StepOutput, visibl
 def uses_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether passes of this dtype on this device run on the GPU kernels."""
     return device.type == "cuda" and dtype in cuda.DTYPES and cuda.available()
-
-
-@dataclass(slots=True)
-class _Buffers:
-    """A bucket's memory and, once captured, its graph and the logits and taps that a replay fills; those of
-    the pass under way. copied: behind the last copy from `host` to `device`."""
-
-    host: Packed
-    device: Packed
-    workspace: AttentionWorkspace
-    ancestors: torch.Tensor
-    answer: torch.Tensor
-    copied: torch.cuda.Event | None = None
-    graph: torch.cuda.CUDAGraph | None = None
-    replayed: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
-    logits: torch.Tensor | None = None
-    taps: torch.Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -101,8 +85,7 @@ class DevicePass:
         self._layers = Counter(config.windows)
         self._windows = tuple(Window(rows=w) for w in self._layers)
         self._most_pages = -(-memory.max_position // memory.page_size)
-        self._kept: dict[Shape, _Buffers] = {}
-        self._scratch = torch.empty(0, dtype=torch.float32, device=device)
+        self._kept = Buckets(heads, memory, self._windows, device=device, dtype=dtype, on_gone=self._let_go)
         self._pool: Any = None
         self._captured = _Captured()
         self._ready: set[Shape] = set()
@@ -187,7 +170,7 @@ class DevicePass:
             torch.cuda.set_device(self._device)
             self._thread = threading.get_ident()
 
-    def _context(self, step: Step, buffers: _Buffers) -> tuple[float, float]:
+    def _context(self, step: Step, buffers: Buffers) -> tuple[float, float]:
         """StepOutput.context_rows, context_rows_read: each tile of a session's rows x heads reads its context
         (kernels.ragged_attention), the later ones from a cache if they run beside the first.
         """
@@ -205,49 +188,20 @@ class DevicePass:
     def _bucket(self, step: Step) -> Shape | None:
         return bucket(step, self._most_pages, self._memory.max_rows)
 
-    def _buffers(self, step: Step) -> _Buffers:
+    def _buffers(self, step: Step) -> Buffers:
         shape = self._bucket(step)
-        if shape is None:
-            return self._make_buffers(exact_shape(step))
-        found = self._kept.get(shape)
-        if found is None:
-            found = self._kept[shape] = self._make_buffers(shape)
-        return found
+        return self._kept.make(exact_shape(step)) if shape is None else self._kept.of(shape)
 
-    def _make_buffers(self, shape: Shape) -> _Buffers:
-        on_gpu = self._device.type == "cuda"
-        host = views(torch.zeros(shape.words, dtype=torch.int32, pin_memory=on_gpu), shape)
-        device = host
-        if on_gpu:
-            device = views(torch.zeros(shape.words, dtype=torch.int32, device=self._device), shape)
-        heads, memory = self._heads, self._memory
-        sizes: dict[str, Any] = {
-            "rows": shape.rows,
-            "sessions": shape.sessions,
-            "most_rows": shape.most_rows,
-            "heads": heads.query,
-            "kv_heads": heads.key_value,
-            "head_dim": heads.dim,
-            "dtype": self._dtype,
-            "device": self._device,
-        }
-        needed = workspace_floats(**sizes)
-        if needed > self._scratch.numel():
-            # Graphs captured so far keep the smaller one alive.
-            self._scratch = torch.empty(needed, dtype=torch.float32, device=self._device)
-        workspace = make_workspace(
-            **sizes,
-            page_size=memory.page_size,
-            windows=self._windows,
-            scratch=self._scratch,
-        )
-        ancestors = torch.zeros(shape.rows, -(-shape.most_rows // 32), dtype=torch.int32, device=self._device)
-        answer = torch.zeros(shape.logit_rows, dtype=torch.int32, pin_memory=on_gpu)
-        return _Buffers(host, device, workspace, ancestors, answer)
+    def _let_go(self, shape: Shape) -> None:
+        """`shape` is no longer kept."""
+        self._ready.discard(shape)
+        self._examples.pop(shape, None)
+        if all(buffers.graph is None for buffers in self._kept.values()):
+            self._pool = None  # it has ended with its last graph
 
     # ---- the pass --------------------------------------------------------------------------------
 
-    def _forward(self, buffers: _Buffers, taps: Taps) -> None:
+    def _forward(self, buffers: Buffers, taps: Taps) -> None:
         packed, shape = buffers.device, buffers.device.shape
         ancestor_words(
             packed.parents,
@@ -280,7 +234,7 @@ class DevicePass:
             inputs, self._memory.staging, self._memory.pages, taps, want_logits=shape.logit_rows > 0
         )
 
-    def _choose(self, buffers: _Buffers) -> torch.Tensor:
+    def _choose(self, buffers: Buffers) -> torch.Tensor:
         """int32 [K]: the choice of every logits row, the same on all ranks; each rank looks through its own
         share of the vocabulary.
         """
@@ -306,7 +260,7 @@ class DevicePass:
         )
         return torch.where(chosen.ids < 0, chosen.ids, text.to(torch.int32))
 
-    def _choose_filtered(self, buffers: _Buffers, step: Step, logits: torch.Tensor) -> torch.Tensor:
+    def _choose_filtered(self, buffers: Buffers, step: Step, logits: torch.Tensor) -> torch.Tensor:
         """The same for a step with filters or masks: rank 0 chooses from the whole logits."""
         ids = torch.full((buffers.device.shape.logit_rows,), -1, dtype=torch.int32, device=self._device)
         if not self._group.rank and step.groups:
@@ -318,7 +272,7 @@ class DevicePass:
         self._group.broadcast(ids)
         return ids
 
-    def _finish(self, buffers: _Buffers, ids: torch.Tensor, ring: torch.Tensor | None) -> None:
+    def _finish(self, buffers: Buffers, ids: torch.Tensor, ring: torch.Tensor | None) -> None:
         """Walk, commit, capture, and the ids on their way to the host."""
         packed, memory = buffers.device, self._memory
         walk = _walk_of(buffers)
@@ -329,7 +283,7 @@ class DevicePass:
         if ids.numel():
             buffers.answer.copy_(ids, non_blocking=True)
 
-    def _after(self, buffers: _Buffers, ids: torch.Tensor) -> torch.Tensor:
+    def _after(self, buffers: Buffers, ids: torch.Tensor) -> torch.Tensor:
         """int32 [R]: the choice after each row, -1 where there is none. ids [K], or [0]."""
         packed, shape = buffers.device, buffers.device.shape
         if shape.trees:
@@ -339,7 +293,7 @@ class DevicePass:
             after.index_copy_(0, packed.logit_rows.long(), ids.to(self._device))
         return after
 
-    def _capture(self, buffers: _Buffers, taps: Taps, ring: torch.Tensor | None) -> None:
+    def _capture(self, buffers: Buffers, taps: Taps, ring: torch.Tensor | None) -> None:
         """Record the pass; then run it, since recording runs nothing."""
         graph = torch.cuda.CUDAGraph()
         # thread_local: NCCL's watchdog and other threads' calls must not spoil a capture.
@@ -354,7 +308,7 @@ class DevicePass:
 
     # ---- what the host reads ---------------------------------------------------------------------
 
-    def _read_logits(self, buffers: _Buffers, step: Step, *, needed: bool) -> torch.Tensor:
+    def _read_logits(self, buffers: Buffers, step: Step, *, needed: bool) -> torch.Tensor:
         """fp32 [k, vocab] on rank 0; [0, vocab] elsewhere and when nobody needs them."""
         wanted = step.logit_rows.numel()
         logits = None
@@ -364,7 +318,7 @@ class DevicePass:
             return torch.empty(0, self._config.vocab_size, device=self._device)
         return logits.narrow(1, 0, self._config.vocab_size).float()
 
-    def _read_choices(self, buffers: _Buffers, step: Step) -> tuple[int, ...]:
+    def _read_choices(self, buffers: Buffers, step: Step) -> tuple[int, ...]:
         """The one wait of a pass; none at all where nothing was chosen, so that the next chunk's launches
         overlap with it.
         """
@@ -386,7 +340,7 @@ def _on_loan(x: torch.Tensor | None) -> torch.Tensor | None:
     return dlpack.view(x.data_ptr(), x.shape[0], layout, device=str(x.device), owner=None)
 
 
-def _walk_of(buffers: _Buffers) -> PackedWalk:
+def _walk_of(buffers: Buffers) -> PackedWalk:
     packed = buffers.device
     return PackedWalk(
         tokens=packed.tokens,

@@ -14,7 +14,7 @@ import torch
 
 from specbridge.channel.base import Projection
 from specbridge.rounds import SamplingParams
-from target_service.model import device_pass
+from target_service.model import device_pass, pass_buffers
 from target_service.model import shard as shard_module
 from target_service.model.device_pass import DevicePass
 from target_service.runner import Runner, load_runner
@@ -281,6 +281,31 @@ def test_buckets_keep_nothing_of_eager_passes(pair: tuple[Runner, Runner]) -> No
     compare(pair, verify(pair, prefilled(pair), RULES["filtered"], seed=750))
     kept = pair[0]._shard._pass._kept.values()
     assert kept and all(buffers.logits is None and buffers.taps is None for buffers in kept)
+
+
+def test_of_too_many_buckets_the_one_longest_unused_goes(
+    pair: tuple[Runner, Runner], recording: DevicePass, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pass_buffers, "MOST_BUCKETS", 2)
+    pages = prefilled(pair)
+
+    def one(seed: int) -> Step:
+        return tm.tree_step([(ids(1, seed), (-1,), 11, pages[2])])
+
+    for turn in range(3):  # run, captured, replayed
+        compare(pair, verify(pair, pages, RULES["greedy"], seed=800 + turn))
+    shape = recording._bucket(verify(pair, pages, RULES["greedy"], seed=800))
+    assert shape is not None and recording._kept[shape].graph is not None and len(recording._kept) == 2
+    compare(pair, one(1))
+    compare(pair, verify(pair, pages, RULES["greedy"], seed=810))  # the younger of the two by now
+    compare(pair, mixed_step(pages, 811, rows=3))
+    assert shape in recording._kept and len(recording._kept) == 2
+    compare(pair, one(2))
+    assert shape not in recording._kept and len(recording._kept) == 2 and recording._pool is None
+    assert shape not in recording._ready and len(recording.examples()) <= 2
+    for turn in range(3):
+        compare(pair, verify(pair, pages, RULES["greedy"], seed=820 + turn))
+    assert recording._kept[shape].graph is not None
 
 
 @pytest.mark.gpu

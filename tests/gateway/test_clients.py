@@ -46,7 +46,7 @@ class Listener:
         self.replies.append(reply)
 
 
-async def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+async def until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.005)
@@ -54,7 +54,7 @@ async def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None
 
 def run(body: Callable[[], Awaitable[None]]) -> None:
     async def main() -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await body()
 
     asyncio.run(main())

@@ -305,7 +305,7 @@ class LiveProduct:
         assert None not in found.values(), f"a metric has another name: {found}"
         return {name: value for name, value in found.items() if value}
 
-    def assert_idle(self, timeout_s: float = 5.0) -> None:
+    def assert_idle(self, timeout_s: float = 30.0) -> None:
         """Nothing is left of any request. Releases are carried out on the engines' threads: wait a moment."""
         deadline = time.monotonic() + timeout_s
         while self.leftovers() and time.monotonic() < deadline:

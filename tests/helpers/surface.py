@@ -270,7 +270,7 @@ def sse_events(body: str) -> Iterator[Any]:
         yield data if data == "[DONE]" else json.loads(data)
 
 
-async def until(condition: Any, seconds: float = 5.0) -> None:
+async def until(condition: Any, seconds: float = 30.0) -> None:
     """Wait for `condition()` to hold; fails after `seconds`."""
     async with asyncio.timeout(seconds):
         while not condition():

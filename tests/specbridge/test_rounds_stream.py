@@ -47,7 +47,7 @@ class Talk:
     async def read(self, count: int) -> list[TargetReply]:
         """`count` replies; the stream must not be over then."""
         self._answers = self.stream.answers(self._requests(), self._take)
-        return [await asyncio.wait_for(anext(self._answers), 5) for _ in range(count)]
+        return [await asyncio.wait_for(anext(self._answers), 30) for _ in range(count)]
 
     async def rest(self, *more: TargetReply) -> list[TargetReply]:
         """What comes until the end, once the engine has given `more`."""
@@ -56,7 +56,7 @@ class Talk:
         assert not waiting.done() or not more
         for each in more:
             self.stream.reply(each)
-        return await asyncio.wait_for(waiting, 5)
+        return await asyncio.wait_for(waiting, 30)
 
     async def _collect(self) -> list[TargetReply]:
         return [message async for message in self._answers]
@@ -174,5 +174,5 @@ async def test_a_cancelled_call_stops_the_reader() -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await asyncio.wait_for(ended.wait(), 5)
+    await asyncio.wait_for(ended.wait(), 30)
     gc.collect()  # an exception nobody fetched would be reported here

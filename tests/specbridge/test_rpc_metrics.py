@@ -67,7 +67,7 @@ class Counted:
 
     async def until(self, method: str, code: str, count: int = 1) -> None:
         """The client may have its answer before the handler is at its end."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while self.calls().get((method, code), 0) < count:
                 await asyncio.sleep(0.005)
 
@@ -119,7 +119,7 @@ async def test_a_client_that_cancels_a_stream_leaves_nothing_in_flight(counted: 
     await call.write(draft_pb2.DraftRequest(batch_id=1))
     await call.read()
     call.cancel()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while counted.in_flight("Rounds"):
             await asyncio.sleep(0.005)
     assert sum(counted.calls().values()) == 1 and counted.draft.ended == 1

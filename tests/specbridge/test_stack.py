@@ -42,13 +42,13 @@ def service(folder: Path, name: str, *options: str) -> Service:
 
 
 async def gone(pid: int) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
             await asyncio.sleep(0.02)
 
 
 async def restarted(child: stack.Child, count: int = 1) -> None:
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(30):
         while child.restarts < count:
             await asyncio.sleep(0.02)
         await child.serving.wait()
@@ -325,7 +325,7 @@ def test_free_ports_differ() -> None:
 async def test_stop_while_starting_leaves_nothing(folder: Path) -> None:
     made = Stack([service(folder, "target", "--serve-after", "60")], QUICK, write=lambda line: None)
     starting = asyncio.create_task(made.start())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while made.children[0].pid is None:
             await asyncio.sleep(0.01)
     pid = made.children[0].pid

@@ -108,7 +108,7 @@ class Rounds:
         await self.call.write(wire.target_request_to_pb(TargetRequest(**kwargs)))
 
     async def reply(self) -> TargetReply:
-        return wire.target_reply_from_pb(await asyncio.wait_for(self.call.read(), 10))
+        return wire.target_reply_from_pb(await asyncio.wait_for(self.call.read(), 30))
 
     async def result(self, kind: TargetResultKind) -> TargetResult:
         while True:
@@ -169,7 +169,7 @@ async def test_a_half_closed_stream_ends_though_a_session_was_reopened_in_its_pr
     await stream.call.done_writing()
     gate.set()
     results = list(stream.results)
-    while (pb := await asyncio.wait_for(stream.call.read(), 10)) is not grpc.aio.EOF:
+    while (pb := await asyncio.wait_for(stream.call.read(), 30)) is not grpc.aio.EOF:
         results += wire.target_reply_from_pb(pb).results
     assert results[-1].kind is TargetResultKind.FIRST and results[-1].session.incarnation == 1
 
@@ -196,13 +196,13 @@ async def test_a_broken_stream_s_sessions_outlive_it_for_the_lease(toy: Toy) -> 
     again = Rounds(toy.stub)
     await again.send(batch_id=1, verifies=(Verify(first.session, first.kv_length),))
     assert (await again.reply()).results[0].kind is TargetResultKind.VERIFIED
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while toy.engine.num_sessions > 1:
             await asyncio.sleep(0.02)
     await asyncio.sleep(0.4)
     assert toy.engine.num_sessions == 1
     again.call.cancel()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while toy.engine.num_sessions:
             await asyncio.sleep(0.02)
 
@@ -223,13 +223,13 @@ async def test_hidden_states_reach_an_attached_draft(toy: Toy) -> None:
     )
     client.start()
     try:
-        await asyncio.wait_for(attached.wait(), 10)
+        await asyncio.wait_for(attached.wait(), 30)
         assert toy.engine.info().channel_transport in ("shared_memory", "inline")
         stream = Rounds(toy.stub)
         await stream.send(batch_id=1, opens=(opened(1),))
         first = await stream.result(TargetResultKind.FIRST)
         assert first.draft_has_context
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while sum(len(rows) for _, _, rows in chunks) < len(PROMPT):
                 await asyncio.sleep(0.01)
         rows = torch.cat([rows for _, _, rows in chunks])
@@ -237,7 +237,7 @@ async def test_hidden_states_reach_an_attached_draft(toy: Toy) -> None:
         stream.call.cancel()
     finally:
         await client.close()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while toy.engine.info().channel_transport != "none":
             await asyncio.sleep(0.01)
 
@@ -246,7 +246,7 @@ async def test_a_drafter_for_another_model_is_refused(toy: Toy) -> None:
     call = toy.stub.HiddenStates()
     attach = target_pb2.Attach(target_layer_ids=[99], transports=["inline"])
     await call.write(target_pb2.ChannelRequest(attach=attach))
-    reply = await asyncio.wait_for(call.read(), 10)
+    reply = await asyncio.wait_for(call.read(), 30)
     assert reply.WhichOneof("kind") == "refused"
     assert "99" in reply.refused.error.message
     call.cancel()

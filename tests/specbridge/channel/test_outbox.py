@@ -41,7 +41,7 @@ async def test_what_is_gathered_leaves_together_when_somebody_is_in_a_hurry(end:
         await asyncio.sleep(0.01)
         assert not taking.done()
     getattr(box, end)()
-    assert await asyncio.wait_for(taking, 10.0) == [0, 1, 2]
+    assert await asyncio.wait_for(taking, 30) == [0, 1, 2]
 
 
 async def test_gathering_comes_to_an_end_by_itself() -> None:

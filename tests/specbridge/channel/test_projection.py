@@ -99,6 +99,6 @@ async def test_parts_of_another_size_are_refused(tmp_path: Path, parts: list[byt
         await call.write(target_pb2.ChannelRequest(attach=attach))
         for data in parts:
             await call.write(target_pb2.ChannelRequest(projection_part=target_pb2.ProjectionPart(data=data)))
-        reply = await asyncio.wait_for(call.read(), 10)
+        reply = await asyncio.wait_for(call.read(), 30)
         assert "a projection of 1568 bytes came as" in reply.refused.error.message and not got
         call.cancel()

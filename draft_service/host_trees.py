@@ -19,7 +19,7 @@ from draft_service.drafter import Drafter
 from draft_service.session import Session
 from draft_service.simulation import Simulation
 from draft_service.tree import build_trees_from_logits, noisy_log_probs
-from kernels.philox import gumbel_noise
+from kernels.philox import Columns, gumbel_noise, gumbel_noise_of
 from specbridge.tree import DraftTree
 
 MAX_LOGITS = 1 << 26
@@ -85,6 +85,7 @@ class HostTrees:
         self._drafter = drafter
         self._pages = pages
         self._simulation = simulation
+        self._columns = None if drafter.head_ids is None else Columns(drafter.head_ids)
         self.most_sessions = max(1, MAX_LOGITS // (drafter.config.horizon * drafter.config.vocab_size))
 
     def grow(self, asks: Sequence[Ask]) -> Grown:
@@ -125,14 +126,12 @@ class HostTrees:
             del kept[position]
         missing = [p for p in range(base + 1, base + depth + 1) if p not in kept]
         if missing:
-            rows = gumbel_noise(
-                [sampling.seed] * len(missing),
-                missing,
-                [sampling.choice] * len(missing),
-                self._drafter.config.vocab_size,
+            drawn = [sampling.seed] * len(missing), missing, [sampling.choice] * len(missing)
+            rows = (
+                gumbel_noise(*drawn, self._drafter.config.vocab_size)
+                if self._columns is None
+                else gumbel_noise_of(self._columns, *drawn)
             )
-            if self._drafter.head_ids is not None:
-                rows = rows.index_select(1, self._drafter.head_ids)
             kept.update(zip(missing, rows, strict=True))
         return torch.stack([kept[p] for p in range(base + 1, base + depth + 1)])
 

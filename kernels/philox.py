@@ -72,15 +72,39 @@ def gumbel_noise(
     `vocab_size` are one rank's share of a vocabulary-parallel head and need not be multiples of 4.
     Returns fp32 [n, vocab_size] on `device`.
     """
+    drawn = _rows(seeds, positions, choices)
+    target = torch.device(device)
+    if target.type == "cpu":
+        return _gumbel_cpu(*drawn, vocab_size, first_token)
+    return _gumbel_torch(*drawn, vocab_size, first_token, target)
+
+
+class Columns:
+    """Some of a vocabulary's tokens, whose noise is to be computed without the others'.
+
+    ids: int64 [n], each at least 0; columns of the noise are in their order.
+    """
+
+    def __init__(self, ids: torch.Tensor) -> None:
+        tokens = ids.cpu().numpy()
+        blocks, places = np.unique(tokens // 4, return_inverse=True)
+        self.blocks = blocks.astype(np.uint64)
+        self.words = torch.from_numpy(places * 4 + tokens % 4)
+
+
+def gumbel_noise_of(columns: Columns, seeds: Ints, positions: Ints, choices: Ints) -> torch.Tensor:
+    """`gumbel_noise` of these tokens alone, on the CPU: fp32 [n, columns]."""
+    words = _words(*_rows(seeds, positions, choices), columns.blocks)
+    return _to_gumbel(words.index_select(1, columns.words))
+
+
+def _rows(seeds: Ints, positions: Ints, choices: Ints) -> tuple[list[int], list[int], list[int]]:
     keys, rows, picks = _ints(seeds), _ints(positions), _ints(choices)
     if not len(keys) == len(rows) == len(picks):
         raise ValueError(
             f"{len(keys)} seeds, {len(rows)} positions, {len(picks)} choices: one each a row is needed"
         )
-    target = torch.device(device)
-    if target.type == "cpu":
-        return _gumbel_cpu(keys, rows, picks, vocab_size, first_token)
-    return _gumbel_torch(keys, rows, picks, vocab_size, first_token, target)
+    return keys, rows, picks
 
 
 def _ints(values: Ints) -> list[int]:
@@ -121,25 +145,29 @@ def _gumbel_cpu(
     seeds: list[int], positions: list[int], choices: list[int], vocab_size: int, first_token: int
 ) -> torch.Tensor:
     first_block, last_block = first_token // 4, -(-(first_token + vocab_size) // 4)
-    words = np.empty((len(seeds), last_block - first_block, 4), np.float32)
-
-    scratch = np.empty((6, last_block - first_block), np.uint64)
-    for out, seed, position, choice in zip(words, seeds, positions, choices, strict=True):
-        _philox_row(seed, position, choice, first_block, out, scratch)
+    words = _words(seeds, positions, choices, np.arange(first_block, last_block, dtype=np.uint64))
     skip = first_token - 4 * first_block
-    return _to_gumbel(torch.from_numpy(words).flatten(1)[:, skip : skip + vocab_size].contiguous())
+    return _to_gumbel(words[:, skip : skip + vocab_size].contiguous())
+
+
+def _words(seeds: list[int], positions: list[int], choices: list[int], blocks: np.ndarray) -> torch.Tensor:
+    """fp32 [n, 4 * blocks]: the words of each row's blocks."""
+    words = np.empty((len(seeds), len(blocks), 4), np.float32)
+    scratch = np.empty((6, len(blocks)), np.uint64)
+    for out, seed, position, choice in zip(words, seeds, positions, choices, strict=True):
+        _philox_row(seed, position, choice, blocks, out, scratch)
+    return torch.from_numpy(words).flatten(1)
 
 
 def _philox_row(
-    seed: int, position: int, choice: int, first_block: int, out: np.ndarray, scratch: np.ndarray
+    seed: int, position: int, choice: int, blocks: np.ndarray, out: np.ndarray, scratch: np.ndarray
 ) -> None:
-    """Words of one row as fp32 into `out` [blocks, 4]. `scratch` is uint64 [6, blocks].
+    """Words of one row's `blocks`, uint64, as fp32 into `out` [blocks, 4]. `scratch` is uint64 [6, blocks].
 
     numpy, in place, on one row at a time: half the time of torch's int64 arithmetic, and it stays in L2.
     """
     c0, c1, c2, c3, p0, p1 = scratch
-    blocks = len(out)
-    c0[:] = np.arange(first_block, first_block + blocks, dtype=np.uint64)
+    c0[:] = blocks
     c1.fill(position & _MASK)
     c2.fill(choice & _MASK)
     c3.fill(0)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.philox import _gumbel_torch, _to_gumbel, gumbel_noise, philox4x32_10
+from kernels.philox import Columns, _gumbel_torch, _to_gumbel, gumbel_noise, gumbel_noise_of, philox4x32_10
 
 # Random123's known-answer file (kat_vectors), philox4x32 with 10 rounds: counter, key, output.
 KNOWN_ANSWERS = [
@@ -113,6 +113,16 @@ def test_vocabulary_shards_are_cuts_of_the_whole(parts: int) -> None:
     assert torch.equal(torch.cat(cut, dim=1), whole)
 
 
+@settings(max_examples=40, deadline=None)
+@given(ids=st.lists(st.integers(0, 999), min_size=1, max_size=200))
+def test_some_tokens_have_the_noise_they_have_among_all(ids: list[int]) -> None:
+    """In any order, repeated ones too."""
+    drawn = [7, -3], [5, 2**31], [0, 2]
+    wanted = torch.tensor(ids)
+    got = gumbel_noise_of(Columns(wanted), *drawn)
+    assert torch.equal(got, gumbel_noise(*drawn, 1000).index_select(1, wanted))
+
+
 def test_rows_do_not_depend_on_the_batch() -> None:
     batch = gumbel_noise([7] * 8, list(range(8)), [0] * 8, 4099)
     for p in range(8):
@@ -162,5 +172,7 @@ def test_seed_position_and_choice_each_change_the_noise(field: int) -> None:
 
 
 def test_lengths_must_agree() -> None:
+    with pytest.raises(ValueError, match="2 seeds, 1 positions, 1 choices"):
+        gumbel_noise_of(Columns(torch.tensor([1])), [1, 2], [1], [0])
     with pytest.raises(ValueError, match="2 seeds, 1 positions, 1 choices"):
         gumbel_noise([1, 2], [0], [0], 8)

@@ -35,6 +35,11 @@ ELSEWHERE = {
 }
 
 
+# These judge how fast the machine is, which the suite shares with whatever else runs on it; a healthy hour of
+# load (benchmarks.soak) must not set them off either.
+TIMED = {"SpecBridgeSlowFirstToken", "SpecBridgeSlowTokens", "SpecBridgeDraftFallbacks"}
+
+
 @pytest.fixture(scope="module")
 def stack(tiny_models: tuple[Path, Path]) -> Iterator[RunningStack]:
     """Acceptance is simulated: of random weights next to nothing is right, and panels would have no data."""
@@ -166,7 +171,7 @@ def test_every_panel_and_rule_has_data_under_load(stack: RunningStack, prometheu
         "what is said to have no data here has some"
     )
     assert query(prometheus, 'vllm:generation_tokens_total{model_name="target",engine="0"}')
-    assert alerts_of(prometheus) == set()
+    assert alerts_of(prometheus) - TIMED == set()
 
 
 def test_a_killed_draft_sets_off_its_alert_until_it_is_back(stack: RunningStack, prometheus: str) -> None:
@@ -176,8 +181,7 @@ def test_a_killed_draft_sets_off_its_alert_until_it_is_back(stack: RunningStack,
         wait_for(lambda: "SpecBridgeDraftDown" in alerts_of(prometheus), 30, "the alert of the killed draft")
         wait_for(lambda: "SpecBridgeDraftDown" not in alerts_of(prometheus), 90, "the alert's end")
         wait_for(stack.draft_connected, 5, "a stream to the draft")
-    # Of the last five minutes, which were all there is.
-    assert alerts_of(prometheus) <= {"SpecBridgeDraftFallbacks"}
+    assert alerts_of(prometheus) - TIMED == set()
 
 
 @pytest.mark.parametrize("service", SERVICES)

@@ -1,7 +1,8 @@
 """A stand-in for a service process: answers health checks and misbehaves as told. Run as a script.
 
-usage: fake_process.py ADDRESS [--serve-after S] [--exit-after S --code N] [--ignore-term] [--say TEXT]
-       [--freeze-after S: answer nothing any more] [--unready-after S: NOT_SERVING from then on]
+usage: fake_process.py ADDRESS [--serve-after S] [--exit-at-once] [--ignore-term] [--say TEXT]
+       [--does exit|freeze|unready --when FILE: once it serves and FILE exists, end with --code N, answer
+       nothing any more, or be NOT_SERVING]
        [--once FILE: misbehave only while FILE does not exist] [--child: start a process of its own]
        [--drain S: seconds between SIGTERM and the end] [--log FILE: append what happens]
 """
@@ -14,7 +15,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from specbridge.process import end_with_parent
@@ -32,9 +32,9 @@ async def main() -> int:
     parser.add_argument("address")
     parser.add_argument("--name", default="fake")
     parser.add_argument("--serve-after", type=float, default=0.0)
-    parser.add_argument("--exit-after", type=float)
-    parser.add_argument("--freeze-after", type=float)
-    parser.add_argument("--unready-after", type=float)
+    parser.add_argument("--exit-at-once", action="store_true")
+    parser.add_argument("--does", choices=("exit", "freeze", "unready"), default="")
+    parser.add_argument("--when", type=Path)
     parser.add_argument("--code", type=int, default=1)
     parser.add_argument("--ignore-term", action="store_true")
     parser.add_argument("--say", default="")
@@ -53,7 +53,7 @@ async def main() -> int:
     misbehave = args.once is None or not Path(args.once).exists()
     if args.once:
         Path(args.once).touch()
-    if misbehave and args.exit_after == 0:
+    if misbehave and args.exit_at_once:
         return args.code
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -64,13 +64,12 @@ async def main() -> int:
     await server.start()
     await asyncio.sleep(args.serve_after)
     await server.set_serving()
-    began = time.monotonic()
     while not stop.is_set():
-        if misbehave and args.exit_after is not None and time.monotonic() - began >= args.exit_after:
-            os._exit(args.code)
-        if misbehave and args.freeze_after is not None and time.monotonic() - began >= args.freeze_after:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        if misbehave and args.unready_after is not None and time.monotonic() - began >= args.unready_after:
+        if misbehave and args.does and args.when.exists():
+            if args.does == "exit":
+                os._exit(args.code)
+            if args.does == "freeze":
+                os.kill(os.getpid(), signal.SIGSTOP)
             await server.set_not_serving()
         await asyncio.sleep(0.02)
     note(args, "term")

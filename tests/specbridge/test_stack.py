@@ -104,8 +104,7 @@ async def test_death_before_serving_ends_the_stack_with_its_last_lines_and_no_re
             service(
                 folder,
                 "draft",
-                "--exit-after",
-                "0",
+                "--exit-at-once",
                 "--code",
                 "3",
                 "--say",
@@ -128,9 +127,7 @@ async def test_death_before_serving_ends_the_stack_with_its_last_lines_and_no_re
 
 
 async def test_config_error_of_a_service_is_the_stack_s_exit_code(folder: Path) -> None:
-    made = Stack(
-        [service(folder, "target", "--exit-after", "0", "--code", "2")], QUICK, write=lambda line: None
-    )
+    made = Stack([service(folder, "target", "--exit-at-once", "--code", "2")], QUICK, write=lambda line: None)
     with pytest.raises(ServiceFailed) as caught:
         await made.start()
     assert caught.value.code == 2
@@ -138,10 +135,11 @@ async def test_config_error_of_a_service_is_the_stack_s_exit_code(folder: Path) 
 
 
 async def test_crash_loop_ends_the_stack(folder: Path) -> None:
-    made = Stack(
-        [service(folder, "draft", "--exit-after", "0.3", "--say", "boom")], QUICK, write=lambda line: None
-    )
+    told = folder / "told"
+    crashes = service(folder, "draft", "--does", "exit", "--when", str(told), "--say", "boom")
+    made = Stack([crashes], QUICK, write=lambda line: None)
     await made.start()
+    told.touch()
     with pytest.raises(ServiceFailed, match=r"(?s)draft exited with code 1; its last lines:.*boom"):
         async with asyncio.timeout(30):
             await made.wait()
@@ -150,11 +148,11 @@ async def test_crash_loop_ends_the_stack(folder: Path) -> None:
 
 
 async def test_crash_that_does_not_repeat_is_survived(folder: Path) -> None:
-    once = str(folder / "once")
-    made = Stack(
-        [service(folder, "draft", "--exit-after", "0.2", "--once", once)], QUICK, write=lambda line: None
-    )
+    once, told = str(folder / "once"), folder / "told"
+    crashes = service(folder, "draft", "--does", "exit", "--when", str(told), "--once", once)
+    made = Stack([crashes], QUICK, write=lambda line: None)
     await made.start()
+    told.touch()
     await restarted(made.children[0])
     await made.stop()
 
@@ -165,30 +163,35 @@ async def test_crash_that_does_not_repeat_is_survived(folder: Path) -> None:
 async def test_service_that_hangs_is_killed_and_started_again(
     folder: Path, how: str, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    limits = dataclasses.replace(QUICK, hang_timeout=0.6)
-    hangs = service(folder, "target", f"--{how}-after", "1", "--once", str(folder / "once"))
+    limits = dataclasses.replace(QUICK, hang_timeout=1.5)
+    told = folder / "told"
+    hangs = service(folder, "target", "--does", how, "--when", str(told), "--once", str(folder / "once"))
     made = Stack([hangs, service(folder, "draft")], limits, write=lambda line: None)
     await made.start()
     target, draft = made.children
     pid, other = target.pid, draft.pid
     assert pid is not None
+    told.touch()
     await restarted(target)
     await gone(pid)
-    assert f"target {said} for 0.6 s: killing it" in caplog.text
-    assert f"target {said} for 0.6 s; starting it again" in caplog.text
+    assert f"target {said} for 1.5 s: killing it" in caplog.text
+    assert f"target {said} for 1.5 s; starting it again" in caplog.text
     # What came back is well, and stays.
-    await asyncio.sleep(4 * limits.hang_timeout)
+    await asyncio.sleep(2 * limits.hang_timeout)
     assert (target.restarts, draft.restarts, draft.pid) == (1, 0, other)
     await made.stop()
 
 
 async def test_gateway_without_its_target_and_a_hang_limit_of_0_are_no_hangs(folder: Path) -> None:
-    mirrors = dataclasses.replace(service(folder, "gateway", "--unready-after", "1"), mirrors_others=True)
+    told = folder / "told"
+    unready = "--does", "unready", "--when", str(told)
+    mirrors = dataclasses.replace(service(folder, "gateway", *unready), mirrors_others=True)
     made = Stack([mirrors], dataclasses.replace(QUICK, hang_timeout=0.4), write=lambda line: None)
     patient = dataclasses.replace(QUICK, hang_timeout=0.0)
-    other = Stack([service(folder, "draft", "--unready-after", "1")], patient, write=lambda line: None)
+    other = Stack([service(folder, "draft", *unready)], patient, write=lambda line: None)
     await asyncio.gather(made.start(), other.start())
-    await asyncio.sleep(3.0)
+    told.touch()
+    await asyncio.sleep(2.0)
     assert made.children[0].restarts == other.children[0].restarts == 0
     assert made.children[0].pid and other.children[0].pid
     await asyncio.gather(made.stop(), other.stop())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import runpy
+import signal
 from pathlib import Path
 
 import pytest
@@ -131,6 +133,27 @@ def test_no_time_to_go_is_told_from_the_first_of_many(
         "1 of 560 answers, 3 tokens/s",
         "64 of 560 answers, 3 tokens/s, 620 s to go",
     ]
+
+
+def test_what_is_complete_when_a_run_is_terminated_is_kept(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from draft_service.training.shards import ShardWriter
+
+    handler, add, added = signal.getsignal(signal.SIGTERM), ShardWriter.add, []
+
+    def third(self: ShardWriter, *args: object, **kwargs: object) -> None:
+        add(self, *args, **kwargs)  # type: ignore[arg-type]
+        added.append(1)
+        if len(added) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(ShardWriter, "add", third)
+    assert data("--limit", "10", "--out", "cut") == 130
+    assert signal.getsignal(signal.SIGTERM) is handler
+    assert json.loads((place / "cut" / "manifest.json").read_text())["responses"] == len(added) == 3
+    assert data("--limit", "10", "--out", "cut") == 0
+    assert json.loads((place / "cut" / "manifest.json").read_text())["responses"] == len(added) == 10
 
 
 def test_parts_are_a_whole(place: Path) -> None:

@@ -62,16 +62,19 @@ class Calm:
     """Tells rounds that took what rounds of their kind take from those that something else made longer.
 
     That is a prompt in the pass, whose chunk is as large as the rounds beside it are long, or one that ran
-    while the draft was waited for; a draft that had a prompt's rows or those of plain rounds to append first;
-    and a plain round that shares the machine with trees that the draft drew ahead and nobody will ask for.
-    Where hardly any round is calm, all are judged: that is what rounds are like there.
+    while the draft was waited for; a draft that had the rows of a prompt, of a session that has just come or
+    of plain rounds to append first; and a plain round that shares the machine with trees that the draft drew
+    ahead and nobody will ask for. Where hardly any round with so many sessions (an octave of them) is calm,
+    all are judged: that is what rounds are like there.
     """
 
     _FADE, _FEW, _QUEUED = 0.98, 0.1, 0.1
 
     def __init__(self) -> None:
         self._before: dict[int, RoundRecord] = {}
-        self._share = 1.0
+        self._shares: dict[int, float] = {}
+        self.alone = True
+        """Whether nothing made the round judged last longer, whatever rounds are like there."""
 
     def judge(self, record: RoundRecord) -> bool:
         """Once a round, in their order."""
@@ -80,10 +83,14 @@ class Calm:
         alone = not prefill_rows(record) and not queued
         if before is not None:
             # Drafting, the rows of the round before are the draft's to append.
-            alone = alone and not (record.drafted and prefill_rows(before))
+            joined = record.sessions > before.sessions
+            alone = alone and not (record.drafted and (joined or prefill_rows(before)))
             alone = alone and bool(record.drafted) == bool(before.drafted)
-        self._share = self._FADE * self._share + (1 - self._FADE) * alone
-        return alone or self._share < self._FEW
+        self.alone = alone
+        octave = record.sessions.bit_length()
+        share = self._FADE * self._shares.get(octave, 1.0) + (1 - self._FADE) * alone
+        self._shares[octave] = share
+        return alone or share < self._FEW
 
 
 @dataclass(slots=True)

@@ -163,9 +163,13 @@ class CostBudget:
         expected = record.expected_tokens if record.drafted else float(record.sessions)
         if state is not None and expected is not None and calm and record.tokens >= record.sessions:
             usual = Expected(expected, self.costs.of(record))
-            for rounds in (state.rounds, self._overall.setdefault(load.cohorts, Both())):
-                rounds.of(record.drafted > 0).add(record.tokens, own_seconds(record), usual)
-        self.costs.observe(record, calm=calm)
+            state.rounds.of(record.drafted > 0).add(record.tokens, own_seconds(record), usual)
+            # What prompts did to rounds of one load says nothing of another's, and would stay when they are
+            # through: whoever has given up drafting by it has nothing that shows otherwise.
+            if self._calm.alone:
+                overall = self._overall.setdefault(load.cohorts, Both())
+                overall.of(record.drafted > 0).add(record.tokens, own_seconds(record), usual)
+        self.costs.observe(record, calm=calm, alone=self._calm.alone)
         self._learn(outcomes)
 
     def throughput(self, sessions: int, cohorts: int) -> float | None:
@@ -185,7 +189,9 @@ class CostBudget:
         if drafted is not None:
             plain = self.costs.plain(load.sessions, beside)
             share = state.rounds.drafting.rounds / (state.rounds.drafting.rounds + TRUSTED_ROUNDS)
-            gain = gain ** (1 - share) * (drafted * plain.seconds / plain.tokens) ** share
+            # Rounds that count have hardly a prompt beside them.
+            seconds = plain.seconds - self.costs.chunk_s
+            gain = gain ** (1 - share) * (drafted * seconds / plain.tokens) ** share
         overall = self._overall.get(load.cohorts)
         return gain if overall is None else gain * state.rounds.bias(overall)
 

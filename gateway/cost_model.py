@@ -16,6 +16,9 @@ from gateway.cost_grid import Point
 from gateway.generation import RoundRecord
 from specbridge.rounds import DraftInfo, TargetInfo
 
+_CHUNK_WEIGHT = 0.05
+"""Of the latest pass, in what prompts add to passes."""
+
 
 class CostModel:
     """Seconds of rounds; see the module.
@@ -28,7 +31,10 @@ class CostModel:
         self.context = 128
         self.has_draft = False
         self._verify = CostCurve(_UNKNOWN_VERIFY)
+        self._prompt = CostCurve(_UNKNOWN_PROMPT)
         self._session = SessionTerm()
+        self.chunk_s = 0.0
+        """What prompts added to the latest passes, on average, those without one included."""
         self._draft = CostCurve(_UNKNOWN_DRAFT)
         # Apart, so that what a draft costs besides its wait is not held against plain decoding.
         self._overhead = {drafting: CostCurve(_UNKNOWN_OVERHEAD) for drafting in (False, True)}
@@ -43,6 +49,11 @@ class CostModel:
             self._verify = CostCurve(
                 [Point(p.rows, p.context, p.time_ns / 1e9) for p in target.verify_cost] or _UNKNOWN_VERIFY
             )
+            shortest = min((p.context for p in target.verify_cost), default=0)
+            self._prompt = CostCurve(
+                [Point(p.rows, 0, p.time_ns / 1e9) for p in target.verify_cost if p.context == shortest]
+                or _UNKNOWN_PROMPT
+            )
             self._session = SessionTerm()
         if draft is not None and draft.instance != self._drafter:
             self._drafter, self.has_draft, news = draft.instance, True, True
@@ -53,22 +64,33 @@ class CostModel:
             )
         return news
 
-    def observe(self, record: RoundRecord, *, calm: bool = True) -> None:
-        """What a round took. One without an answer says nothing; a prompt's row costs as much as a tree's.
+    def observe(self, record: RoundRecord, *, calm: bool = True, alone: bool = True) -> None:
+        """What a round took. One without an answer says nothing.
 
         calm: nothing made it longer than rounds like it are; if not, its waits are no more than bounds.
+        alone: nothing made it longer than it is by itself (accounts.Calm).
         """
         if not record.tokens:
             return
-        self._overhead[record.drafted > 0].observe(record.sessions, 0, record.gateway_s)
-        if calm or record.draft_wait_s < self._draft.seconds(record.drafted, record.context):
+        # Hardly any is an observation, too: else what is assumed of it would stand for ever.
+        overhead, plain = max(record.gateway_s, 1e-6), self._overhead[False]
+        # A plain round has no more of it than a drafting one; while all is drafted for, none is seen.
+        if record.drafted and overhead < plain.seconds(record.sessions, 0):
+            plain.observe(record.sessions, 0, overhead)
+        self._overhead[record.drafted > 0].observe(record.sessions, 0, overhead)
+        if alone or record.draft_wait_s < self._draft.seconds(record.drafted, record.context):
             self._draft.observe(record.drafted, record.context, record.draft_wait_s)
-        if not (calm or record.drafted or prefill_rows(record)):
-            return
-        rows, context = record.rows + prefill_rows(record), record.context * record.sessions
-        seconds, further = verify_seconds(record), record.sessions - 1
-        self._session.observe(further, seconds, self._verify.measured(rows, context))
-        self._verify.observe(rows, context, seconds - self._session.seconds * further)
+        rows, context, further = record.rows, record.context * record.sessions, record.sessions - 1
+        seconds, prompt = verify_seconds(record), prefill_rows(record)
+        self.chunk_s += _CHUNK_WEIGHT * (self._prompt.seconds(prompt, 0) - self.chunk_s)
+        if prompt and not calm:
+            # Laid to the verify curve, chunks beside few streams would make trees of many rows dear.
+            usual = self._verify.seconds(rows, context) + self._session.seconds * further
+            self._prompt.observe(prompt, 0, max(seconds - usual, 1e-6))
+        elif calm or record.drafted:
+            seconds -= self._prompt.seconds(prompt, 0)
+            self._session.observe(further, seconds, self._verify.measured(rows, context))
+            self._verify.observe(rows, context, seconds - self._session.seconds * further)
 
     def seconds(self, sessions: int, drafted: int, nodes: int, beside: Beside | None = None) -> list[float]:
         """Expected seconds of a round of `sessions`, `drafted` of them drafted for, by nodes 0 .. `nodes`.
@@ -81,8 +103,9 @@ class CostModel:
         return self._passes(sessions, nodes, fixed)
 
     def _passes(self, sessions: int, nodes: int, more: float = 0.0) -> list[float]:
-        """Of a verify pass and `more` seconds, by nodes 0 .. `nodes`."""
-        more += self._session.seconds * (sessions - 1)
+        """Of a verify pass and `more` seconds, by nodes 0 .. `nodes`; with as much of prompts as of late: the
+        more tokens a round brings, the fewer rounds pay for a chunk."""
+        more += self._session.seconds * (sessions - 1) + self.chunk_s
         table = self._verify.table(sessions, sessions + nodes, self.context * sessions)
         return [more + seconds for seconds in table]
 
@@ -99,11 +122,12 @@ class CostModel:
         return Expected(float(sessions), self.seconds(sessions, 0, 0, beside)[0])
 
     def of(self, record: RoundRecord) -> float:
-        """Expected seconds of a round as it went, without prompt rows."""
+        """Expected seconds of a round as it went."""
         return (
             self._overhead[record.drafted > 0].seconds(record.sessions, 0)
             + self._draft.seconds(record.drafted, record.context)
             + self._verify.seconds(record.rows, record.context * record.sessions)
+            + self._prompt.seconds(prefill_rows(record), 0)
             + self._session.seconds * (record.sessions - 1)
         )
 
@@ -193,5 +217,6 @@ def _curve(points: Sequence[Point]) -> tuple[tuple[int, int, float], ...]:
 
 # Where a service has not measured: shapes only, the rounds give the scale.
 _UNKNOWN_VERIFY = (Point(1, 0, 0.010), Point(64, 0, 0.014), Point(256, 0, 0.030))
+_UNKNOWN_PROMPT = _UNKNOWN_VERIFY
 _UNKNOWN_DRAFT = (Point(1, 0, 0.002), Point(64, 0, 0.006))
 _UNKNOWN_OVERHEAD = (Point(1, 0, 0.0015), Point(64, 0, 0.0045))

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from gateway.accounts import Calm
-from gateway.cost_model import SessionTerm
+from gateway.cost_model import CostModel, SessionTerm
 from gateway.generation import RoundRecord
 from specbridge.rounds import TargetTimings
 
@@ -44,10 +44,14 @@ def test_what_plain_rounds_of_several_take_longer_is_laid_to_their_number() -> N
     assert term.seconds == pytest.approx(0.010, rel=0.1)
 
 
-def record(*, drafted: int = 0, prompt: int = 0, queue_s: float = 0.0, cohort: int = 0) -> RoundRecord:
+def record(
+    *, drafted: int = 0, prompt: int = 0, queue_s: float = 0.0, cohort: int = 0, sessions: int = 4,
+    total_s: float = 0.1, draft_wait_s: float = 0.0, verify_wait_s: float = 0.08,
+) -> RoundRecord:  # fmt: skip
     return RoundRecord(
-        sessions=4, speculating=drafted, rows=4 + drafted, nodes=drafted, tokens=4, accepted=0, total_s=0.1,
-        verify_wait_s=0.08, drafted=drafted, cohort=cohort,
+        sessions=sessions, speculating=drafted, rows=sessions + drafted, nodes=drafted, tokens=sessions,
+        accepted=0, total_s=total_s, draft_wait_s=draft_wait_s, verify_wait_s=verify_wait_s, drafted=drafted,
+        cohort=cohort,
         target_timings=TargetTimings(prefill_rows=prompt, queue_ns=round(1e9 * queue_s)),
     )  # fmt: skip
 
@@ -67,6 +71,12 @@ def test_what_a_prompt_or_a_change_made_longer_is_not_calm() -> None:
         (record(cohort=1), True),  # another cohort has its own round before
         (record(), False),  # the draft draws ahead for what nobody asks
         (record(), True),
+        (record(sessions=5), True),
+        (record(drafted=4, sessions=5), False),
+        (record(drafted=4, sessions=5), True),
+        (record(drafted=4, sessions=6), False),  # who has just come brings a prompt's rows to the draft
+        (record(drafted=4, sessions=6), True),
+        (record(drafted=4, sessions=5), True),
     ]
     calm = Calm()
     assert [calm.judge(r) for r, _ in rounds] == [expected for _, expected in rounds]
@@ -76,3 +86,43 @@ def test_where_no_round_is_calm_all_are_judged() -> None:
     calm = Calm()
     judged = [calm.judge(record(drafted=4, prompt=8)) for _ in range(300)]
     assert not any(judged[:50]) and all(judged[200:])
+
+
+def test_where_no_round_is_calm_others_are() -> None:
+    """A burst that begins with few sessions and prompts says nothing of the rounds of many after it."""
+    calm = Calm()
+    for _ in range(300):
+        calm.judge(record(drafted=4, prompt=8))
+    assert calm.judge(record(drafted=4, prompt=8)) and not calm.alone
+    assert not calm.judge(record(drafted=16, prompt=8, sessions=16))
+
+
+def test_what_a_prompt_adds_is_not_laid_to_rows_of_trees() -> None:
+    """A chunk of 8 rows adds 50 ms, 12 rows of trees and sessions hardly anything."""
+    costs = CostModel()
+    for _ in range(40):
+        costs.observe(record(verify_wait_s=0.010))
+        costs.observe(record(prompt=8, verify_wait_s=0.060), calm=False, alone=False)
+    usual = costs.seconds(4, 0, 8)
+    assert usual[8] == pytest.approx(usual[0], abs=0.005)
+    more = costs.of(record(prompt=8)) - costs.of(record())
+    assert more == pytest.approx(0.050, rel=0.05)
+
+
+def test_a_gateway_that_takes_no_time_is_seen() -> None:
+    """Also of plain rounds while all are drafted for, or they would seem dearer than they are."""
+    costs = CostModel()
+    assert costs.overhead(64) > 0.003
+    for _ in range(5):
+        costs.observe(record(sessions=64, drafted=64, total_s=0.1, draft_wait_s=0.02, verify_wait_s=0.08))
+    assert costs.overhead(64) < 0.001
+
+
+def test_a_draft_that_was_held_up_is_no_dearer() -> None:
+    costs = CostModel()
+    for _ in range(20):
+        costs.observe(record(drafted=4, draft_wait_s=0.02))
+    before = costs.draft_points()
+    for _ in range(20):
+        costs.observe(record(drafted=4, draft_wait_s=0.2), calm=True, alone=False)
+    assert costs.draft_points() == before

@@ -198,10 +198,11 @@ async def test_gateway_without_its_target_and_a_hang_limit_of_0_are_no_hangs(fol
 
 
 async def test_restarted_service_that_never_serves_is_not_waited_for_for_ever(folder: Path) -> None:
-    limits = dataclasses.replace(QUICK, start_timeout=2.5, max_restarts=1)
+    limits = dataclasses.replace(QUICK, max_restarts=1)
     made = Stack([service(folder, "draft", "--log", str(folder / "log"))], limits, write=lambda line: None)
     await made.start()
     child = made.children[0]
+    child._limits = dataclasses.replace(limits, start_timeout=1.0)
     child.service = service(folder, "draft", "--serve-after", "60")
     assert child.pid is not None
     os.kill(child.pid, signal.SIGKILL)

@@ -92,11 +92,12 @@ class ChainItem:
 
 @dataclass(slots=True)
 class StepPlan:
-    """What one forward pass runs."""
+    """What one forward pass runs. held_back: rows to run again found no room beside the verifies."""
 
     verifies: list[VerifyItem] = field(default_factory=list)
     prefills: list[ChainItem] = field(default_factory=list)
     recaptures: list[ChainItem] = field(default_factory=list)
+    held_back: bool = False
 
     def __bool__(self) -> bool:
         return bool(self.verifies or self.prefills or self.recaptures)

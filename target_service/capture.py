@@ -332,10 +332,8 @@ class Capture:
         capture.cause = cause
         capture.state = CaptureState.FOLLOWING if first >= kv_length else CaptureState.SUSPENDED
 
-    def recapture_rows(
-        self, capture: SessionCapture, *, kv_length: int, remaining: int, limit: int, now: float
-    ) -> int:
-        """Rows from capture.position on to run again in this step; 0: none now."""
+    def recapture_rows(self, capture: SessionCapture, *, kv_length: int, remaining: int, now: float) -> int:
+        """Most rows from capture.position on to run again in this step; 0: none now."""
         if capture.state is not CaptureState.SUSPENDED or not self.live or now < capture.not_before:
             return 0
         missing = kv_length - capture.position
@@ -346,7 +344,7 @@ class Capture:
                 capture.skipped = True
                 self._metrics.recaptures_skipped.inc()
             return 0
-        return min(missing, limit, self.slots)
+        return min(missing, self.slots)
 
     def reserve_recapture(self, capture: SessionCapture, rows: int, *, now: float) -> Reserved | None:
         """Room for `rows` re-captured rows; None (and a pause) if the ring is still full."""

@@ -236,7 +236,9 @@ class Planner:
             rows=sum(chunk.count for chunk in chains),
             context=max((chunk.first for chunk in chains), default=0),
             seconds=seconds,
-            prompts=bool(chains) or any(s.phase is Phase.PREFILL and s.started for s in self._book),
+            waiting=bool(chains)
+            or plan.held_back
+            or any(s.phase is Phase.PREFILL and s.started for s in self._book),
         )
 
     def set_times(self, verify: Sequence[CostPoint], prefill: Sequence[CostPoint]) -> None:
@@ -289,17 +291,20 @@ class Planner:
             capture = session.capture
             if capture.state is not CaptureState.SUSPENDED:
                 continue
-            if limit is None:
-                limit = self._chunk_limit(plan, capture.position)
             count = self._capture.recapture_rows(
                 capture,
                 kv_length=session.kv_length,
                 remaining=min(session.remaining, session.room),
-                limit=limit,
                 now=now,
             )
             if not count:
                 continue
+            if limit is None:
+                limit = self._chunk_limit(plan, capture.position)
+            count = min(count, limit)
+            if not count:
+                plan.held_back = True
+                return
             reserved = self._capture.reserve_recapture(capture, count, now=now)
             if reserved is None:
                 continue

@@ -199,8 +199,8 @@ class SimTarget(Service[TargetRequest]):
             self.answer(TargetReply(0, tuple(firsts)))
         if taken or firsts:
             self._latest_token = self.world.now()
-        waiting = bool(more) or any(not s.ready for s in self._sessions.values())
-        self._chunks.observe(verify_rows=rows, rows=more, context=ahead, seconds=seconds, prompts=waiting)
+        waiting = bool(more) or any(not s.ready or s.missing is not None for s in self._sessions.values())
+        self._chunks.observe(verify_rows=rows, rows=more, context=ahead, seconds=seconds, waiting=waiting)
         return True
 
     def _pass_ms(

@@ -25,7 +25,7 @@ from toy_target import (
 )
 
 from specbridge.errors import InvalidRequest
-from specbridge.rounds import SessionKey, StopParams, TargetResultKind, Verify
+from specbridge.rounds import CostPoint, SessionKey, StopParams, TargetResultKind, Verify
 from specbridge.tree import EMPTY_TREE, DraftTree
 from target_service.capture import Capture
 from target_service.config import Limits
@@ -292,6 +292,24 @@ def test_a_session_that_the_draft_does_not_have_is_captured_once_it_asks(world: 
     assert text[len(PROMPT) :] == expected(w)[: len(text) - len(PROMPT)]
 
 
+def test_rows_to_run_again_come_however_tight_the_goal_for_the_streams(world: Callable[..., World]) -> None:
+    """As prompts do: with every other pass of the streams at the latest, or a session that was spared the
+    draft would decode plainly to its end.
+    """
+    w = world()
+    w.engine._stepper.planner.set_times(
+        [CostPoint(1, 0, 1000), CostPoint(64, 0, 1000)], [CostPoint(16, 0, 10**15)]
+    )
+    first = w.client.open(open_request(1, PROMPT, draft_prefix=len(PROMPT), draft_absent=True))
+    w.engine.request_recapture(KEY, 0, "attach")
+    kv, had = first.kv_length, []
+    while len(had) < 12:
+        (result,) = w.client.verify([Verify(KEY, kv)]).results
+        kv = result.kv_length
+        had.append(result.draft_has_context)
+    assert had[-1] and not had[1]  # in more than one part: there was no room for all
+
+
 def test_recapture_reads_pages_and_writes_none(world: Callable[..., World]) -> None:
     w = world()
     w.client.open(open_request(1, PROMPT))
@@ -407,7 +425,7 @@ def test_a_suspension_does_not_lift_the_pause_between_recaptures() -> None:
     session = capture.open(speculate=True, draft_prefix=10)
 
     def missing(kv_length: int, now: float) -> int:
-        return capture.recapture_rows(session, kv_length=kv_length, remaining=99, limit=64, now=now)
+        return capture.recapture_rows(session, kv_length=kv_length, remaining=99, now=now)
 
     capture.suspend(session, "slots")
     assert missing(20, now=100.0) == 10

@@ -66,7 +66,7 @@ def test_the_pass_with_the_chunk_keeps_the_goal(goal_ms: float, verify_rows: int
 
 def test_a_pass_of_its_own_leaves_time_for_the_round_that_comes_during_it() -> None:
     chosen = policy(goal_ms=25)
-    chosen.observe(verify_rows=8, rows=0, context=0, seconds=0.0108, prompts=False)
+    chosen.observe(verify_rows=8, rows=0, context=0, seconds=0.0108, waiting=False)
     # 25 ms less a round of 10.8: 14.2 for the chunk, of which 10 are there whatever it holds.
     assert rows(chosen, 0) == 32
     assert rows(policy(goal_ms=1), 0) == 0
@@ -77,7 +77,7 @@ def test_under_a_goal_that_no_chunk_keeps_every_second_pass_has_the_smallest() -
     taken = []
     for _ in range(6):
         taken.append(rows(chosen, 8))
-        chosen.observe(verify_rows=8, rows=taken[-1], context=0, seconds=0.011, prompts=True)
+        chosen.observe(verify_rows=8, rows=taken[-1], context=0, seconds=0.011, waiting=True)
     assert taken == [0, 16, 0, 16, 0, 16]
 
 

@@ -35,8 +35,7 @@ class Crowd:
     @property
     def expected(self) -> int:
         """How many, itself among them, a session that comes now or has just come will mostly run beside."""
-        if not self._entered and self._clock() - self._at > FORGET_S:
-            self._met = 0.0
+        self._forget_after_silence(self._clock())
         # Crowds are whole: one that mostly met three and at last two was among three.
         return max(self.size, math.ceil(self._met - 1e-9))
 
@@ -53,7 +52,10 @@ class Crowd:
 
     def _advance(self) -> None:
         now = self._clock()
-        if not self._entered and now - self._at > FORGET_S:
-            self._met = 0.0
+        self._forget_after_silence(now)
         self._area += (now - self._at) * len(self._entered)
         self._at = now
+
+    def _forget_after_silence(self, now: float) -> None:
+        if not self._entered and now - self._at > FORGET_S:
+            self._met = 0.0

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import signal
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from specbridge import process
@@ -42,21 +39,7 @@ def main(argv: Sequence[str]) -> int:
     default_environment(**process.thread_environment(int(getattr(args, "threads", 0) or 0)))
     configure_logging("info", "train")
     commands = {"data": run_data, "fit": _fit, "eval": run_eval, "head": run_head, "bigrams": run_bigrams}
-    with _terminated_like_interrupted():
-        return commands[args.action](args)
-
-
-@contextmanager
-def _terminated_like_interrupted() -> Iterator[None]:
-    """SIGTERM ends a command as Ctrl-C does: what is complete is written first."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may say what a signal does
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    return commands[args.action](args)
 
 
 def _add_fit(actions: Any, name: str, *, wanted: bool) -> None:

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -122,12 +125,26 @@ def run_data(args: argparse.Namespace) -> int:
         def report(at: Any) -> None:
             bar.show(at.responses, f"{at.tokens / bar.seconds:,.0f} tokens/s")
 
-        end = made.produce(plan, source, writer, report, failed)
+        with _terminated_like_interrupted():
+            end = made.produce(plan, source, writer, report, failed)
     say(
         f"{end.responses} of {end.total} answers are in {args.out} ({end.tokens:,} tokens new"
         + (f", {end.failed} failed: run the same command again for them)" if end.failed else ")")
     )
     return 1 if end.failed else 0
+
+
+@contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """SIGTERM ends what runs here as Ctrl-C does: answers that are complete are written first."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may say what a signal does
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class _OwnEngine:

@@ -119,7 +119,7 @@ class TargetSide(target_pb2_grpc.TargetServicer):
         self._device.read_back()
         written = now()
         if reservation is not None:
-            channel.mark_written()
+            channel.mark_written(over=True)  # as after a pass whose result has been read
         marked = now()
         result = TargetResult(KEY, TargetResultKind.VERIFIED, tokens=tokens[:8], accepted=(0, 1, 2))
         reply(TargetReply(batch_id, (result,)))

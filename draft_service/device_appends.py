@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from draft_service.block_attention import ContextPages
@@ -61,9 +62,9 @@ class DeviceAppends:
         room = self._room(bucket, self._graphs)
         # Rows of an earlier append stay behind these; without a slot they go nowhere.
         room.features[:count].copy_(features, non_blocking=features.is_cuda)
-        places = torch.full((2, bucket), -1)
-        places[0, :count], places[1, :count] = positions, slots
-        self._staging.send(places, out=room.places)
+        places = np.full((2, bucket), -1)
+        places[0, :count], places[1, :count] = positions.numpy(), slots.numpy()
+        self._staging.send(torch.from_numpy(places), out=room.places)
         room.replay()
 
     def warm_up(self) -> None:

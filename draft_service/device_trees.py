@@ -76,6 +76,7 @@ class DeviceTrees:
         conditioner: Conditioner | None = None,
     ) -> None:
         config = drafter.config
+        self.meanwhile: Callable[[], object] = lambda: None
         # Simulated marginals know nothing of tokens.
         self._grow_trees = grow_trees if conditioner is None or simulation else conditioner.grow
         self._drafter = drafter
@@ -109,7 +110,10 @@ class DeviceTrees:
         begun = time.perf_counter_ns()
         work = self.prepare(asks)
         work.launch()
-        self._wait()
+        try:
+            self.meanwhile()
+        finally:
+            self._wait()
         passed = time.perf_counter_ns()
         lists = unpack_trees(work.packed[: len(asks)], [ask.max_nodes for ask in asks])
         trees = tuple(DraftTree(tuple(x.tokens), tuple(x.parents), tuple(x.scores)) for x in lists)

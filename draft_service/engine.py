@@ -108,6 +108,7 @@ class Engine:
             unjudged=self.own_gateway,
         )
         self._desk = Desk(proposer, self._ingest, self._sessions, limits=limits, metrics=metrics, clock=clock)
+        proposer.meanwhile(self._ingest.flush_acks)
         self._queue: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._closing = False
         self._draining = False
@@ -229,23 +230,27 @@ class Engine:
 
     def _turn(self) -> None:
         """Take all that is queued, answer what can be, then do one piece of work that nobody waits for."""
-        task = self._wait()
-        while not self._closing:
-            if task is not None:
-                self._guard(task)
-            try:
-                task = self._queue.get_nowait()
-            except queue.Empty:
-                break
-            self._closing = task is None
-        self._desk.serve()
+        self._answer(self._wait())
         self._expire()
         if not self._closing and self._queue.empty() and not self._desk.draft_ahead():
             due = self._ingest.due()
             if due is not None and due <= self._clock():
                 self._ingest.append_due()
+        if not self._queue.empty():  # mostly the question for what was just drafted: before the books
+            self._answer(None)
         self._ingest.flush_acks()
         self._count()
+
+    def _answer(self, task: Task | None) -> None:
+        """Do `task` and all that is queued by then, and answer what can be."""
+        while not self._closing:
+            if task is not None:
+                self._guard(task)
+            if self._queue.empty():  # nobody else takes from it
+                break
+            task = self._queue.get()
+            self._closing = task is None
+        self._desk.serve()
 
     def _wait(self) -> Task | None:
         """The next queued task; None when a deadline comes first, or at the end."""
@@ -307,7 +312,6 @@ class Engine:
         old = self._sessions.any_incarnation(key)
         if old is not None and old.key.incarnation > key.incarnation:
             raise Stale(f"session {key} has been re-opened as incarnation {old.key.incarnation}")
-        vocab = self._proposer.drafter.config.vocab_size
         if self._draining:
             raise Unavailable("the draft service is going down: decode without it")
         if not tokens:
@@ -317,7 +321,7 @@ class Engine:
                 f"{len(tokens)} tokens exceed the drafter's {self.limits.max_length}: decode without it",
                 param="tokens",
             )
-        check_token_ids(tokens, vocab, name="tokens")
+        check_token_ids(tokens, self._proposer.drafter.config.vocab_size, name="tokens")
         request.sampling.validate()
         if old is not None:
             self._close_session(old)

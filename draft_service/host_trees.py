@@ -7,7 +7,7 @@ not own the drafter's arithmetic (drafter), the tree rules (tree, conditional_tr
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,8 +47,10 @@ class Grown:
 
 class TreeGrower(Protocol):
     """The drafter's pass and the tree build of one device. most_sessions: asks that one pass can take.
-    captured: CUDA graphs there are.
+    captured: CUDA graphs there are. meanwhile: what the host does while a device is at a pass.
     """
+
+    meanwhile: Callable[[], object]
 
     @property
     def most_sessions(self) -> int: ...
@@ -68,6 +70,8 @@ class HostTrees:
     """See the module."""
 
     captured = 0
+    meanwhile: Callable[[], object] = staticmethod(lambda: None)
+    """Never called: the host itself is at the pass."""
 
     def __init__(
         self,

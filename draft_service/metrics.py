@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 
 from specbridge.channel.base import ChannelSnapshot
 from specbridge.channel.handles import HANDLES
-from specbridge.metrics import ROUND_BUCKETS, LabelledGauge, new_registry
+from specbridge.metrics import ROUND_BUCKETS, BatchHistogram, LabelledGauge, new_registry
 from specbridge.rounds import DraftTimings
 from specbridge.rpc_metrics import RpcMetrics
 from specbridge.tree import DraftTree
@@ -50,18 +50,20 @@ class DraftMetrics:
                 f"specbridge_draft_{name}", text, labels, buckets=buckets, registry=self.registry
             )
 
+        def probabilities(name: str, text: str) -> BatchHistogram:
+            return BatchHistogram(
+                f"specbridge_draft_{name}", text, PROBABILITY_BUCKETS, registry=self.registry
+            )
+
         self.proposals = counter("proposals_total", "Proposals answered, by result.", ("result",))
         self.tree_nodes = histogram("tree_nodes", "Nodes of a proposed tree.", TREE_SIZE_BUCKETS)
         self.node_depth = counter("tree_node_depth_total", "Proposed nodes, by depth.", ("depth",))
-        self.node_probability = histogram(
-            "tree_node_probability",
-            "Path probability of proposed nodes under the draft.",
-            PROBABILITY_BUCKETS,
+        self.node_probability = probabilities(
+            "tree_node_probability", "Path probability of proposed nodes under the draft."
         )
-        self.accepted_probability = histogram(
+        self.accepted_probability = probabilities(
             "accepted_node_probability",
             "Path probability of proposed nodes that the target's text then went through.",
-            PROBABILITY_BUCKETS,
         )
         self.acceptance_length = histogram(
             "acceptance_length",
@@ -144,11 +146,14 @@ class DraftMetrics:
         ):
             for value in values:
                 metric.labels(value)
+        self._proposed = self.proposals.labels("proposed")
+        self._stages = [(f"{stage}_ns", self.stage.labels(stage)) for stage in STAGES]
+        self._depths: dict[int, Counter] = {}
         self.transport.info({"transport": "none", "reason": "not attached yet"})
 
     def proposed(self, tree: DraftTree) -> None:
         """Count one answered proposal."""
-        self.proposals.labels("proposed").inc()
+        self._proposed.inc()
         self.tree_nodes.observe(len(tree))
         if not tree.tokens:
             return
@@ -156,19 +161,20 @@ class DraftMetrics:
         for depth in tree.depths():
             counts[depth] = counts.get(depth, 0) + 1
         for depth, count in counts.items():
-            self.node_depth.labels(str(depth)).inc(count)
-        for score in tree.scores:
-            self.node_probability.observe(math.exp(score))
+            series = self._depths.get(depth)
+            if series is None:  # looking one up by its label takes as long as several counts
+                series = self._depths[depth] = self.node_depth.labels(str(depth))
+            series.inc(count)
+        self.node_probability.observe(map(math.exp, tree.scores))
 
     def accepted(self, tree: DraftTree, nodes: Sequence[int], length: int) -> None:
         """Count one proposal whose fate is known: the nodes the text went through, the acceptance length."""
         self.acceptance_length.observe(length)
-        for node in nodes:
-            self.accepted_probability.observe(math.exp(tree.scores[node]))
+        self.accepted_probability.observe(math.exp(tree.scores[node]) for node in nodes)
 
     def timings(self, timings: DraftTimings) -> None:
-        for stage in STAGES:
-            self.stage.labels(stage).observe(getattr(timings, f"{stage}_ns") / 1e9)
+        for name, series in self._stages:
+            series.observe(getattr(timings, name) / 1e9)
 
 
 class ChannelCollector(Collector):

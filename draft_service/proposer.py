@@ -7,7 +7,7 @@ Does not own the drafter's arithmetic (drafter), the tree rules (tree) nor who i
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -86,6 +86,10 @@ class Proposer:
                 shared_noise=shared_noise,
                 conditioner=conditioner,
             )
+
+    def meanwhile(self, work: Callable[[], object]) -> None:
+        """Have `work` done in every pass, where a device leaves the host time for it."""
+        self.trees.meanwhile = work
 
     def take_thread(self) -> None:
         """Make the drafter's device the calling thread's: it is the one that proposes and appends."""

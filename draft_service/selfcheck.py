@@ -54,13 +54,9 @@ class Verdict:
 
 def accepted(tree: DraftTree, text: Sequence[int]) -> Acceptance:
     """Walk `tree` along `text`, the committed tokens after the anchor as far as they are known."""
-    children = {
-        (parent, token): node
-        for node, (parent, token) in enumerate(zip(tree.parents, tree.tokens, strict=True))
-    }
     at, nodes = -1, []
     for token in text:
-        node = children.get((at, token))
+        node = tree.child(at, token)
         if node is None:
             break
         nodes.append(node)
@@ -103,7 +99,8 @@ class Evidence:
         # A match that the unmoved text explains as well (a repeated token) says nothing.
         if len(text) > 1 and first == text[1] != text[0]:
             self._late += 1
-        second = next((t for t, depth in zip(tree.tokens, tree.depths(), strict=True) if depth == 2), None)
+        above = tree.parents
+        second = next((t for t, p in zip(tree.tokens, above, strict=True) if p >= 0 > above[p]), None)
         if second == text[0] != first:
             self._early += 1
 

@@ -5,7 +5,7 @@ the readers. Does not own admission, opening or releases: those are the host's (
 cohort is cohorts.py's.
 
 Tokens are handed to readers while the next pass is already under way: results are applied, the next batch is
-sent, and only then are the readers woken.
+sent, and only then are rounds entered in the books and the readers woken.
 """
 
 from __future__ import annotations
@@ -78,6 +78,7 @@ class RoundRunner:
         self._observer = observer
         self._host = host
         self._to_wake: list[Session] = []
+        self._unbooked: list[RoundRecord] = []
 
     async def run(self, cohort: Cohort) -> None:
         while True:
@@ -132,10 +133,9 @@ class RoundRunner:
             turn_wait_s=started - asked,
             cohorts=in_use,
         )
-        self._observer.on_round(record)
         self._policy.observe(record, outcomes)
         self._cohorts.observe(record, verify_seconds(record))
-        self._log(record)
+        self._unbooked.append(record)
 
     async def _draft(self, cohort: Cohort) -> tuple[list[Entry], DraftPhase]:
         """The draft half of a round, for the sessions that run now."""
@@ -264,10 +264,21 @@ class RoundRunner:
         )
 
     def wake_readers(self) -> None:
+        """Called when a service has been given work. The event loop takes turns: the message goes out, the
+        round is entered in the books, and then the readers have its tokens.
+        """
+        if self._unbooked:
+            asyncio.get_running_loop().call_soon(self._enter_books)
         if self._to_wake:
             ready, self._to_wake = self._to_wake, []
             for session in ready:
                 session.wake()
+
+    def _enter_books(self) -> None:
+        records, self._unbooked = self._unbooked, []
+        for record in records:
+            self._observer.on_round(record)
+            self._log(record)
 
     def on_error(self, session: Session, error: SpecBridgeError | None) -> None:
         """The target answered a running session with an error; it is gone there unless NOT_READY."""

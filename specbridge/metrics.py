@@ -7,7 +7,9 @@ against a registry from `new_registry`. No multiprocess mode: Prometheus does th
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import (
@@ -18,8 +20,9 @@ from prometheus_client import (
     disable_created_metrics,
     start_http_server,
 )
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +75,42 @@ class LabelledGauge(Collector):
 
     def describe(self) -> Iterable[GaugeMetricFamily]:
         return [GaugeMetricFamily(self._name, self._text, labels=[self._label])]
+
+
+class BatchHistogram(Collector):
+    """A histogram that takes many samples at once, all from one thread.
+
+    prometheus_client's takes 2 us a sample: of a tree's nodes that was a tenth of a millisecond before each
+    answer. A scrape, on another thread, may see some samples of a batch and not yet the others.
+    """
+
+    def __init__(
+        self, name: str, text: str, buckets: Sequence[float], *, registry: CollectorRegistry
+    ) -> None:
+        self._name, self._text = name, text
+        self._edges = [float(edge) for edge in buckets]
+        self._counts = [0] * (len(buckets) + 1)
+        self._sum = 0.0
+        registry.register(self)
+
+    def observe(self, values: Iterable[float]) -> None:
+        counts, edges, total = self._counts, self._edges, self._sum
+        for value in values:
+            counts[bisect_left(edges, value)] += 1
+            total += value
+        self._sum = total
+
+    def collect(self) -> Iterable[HistogramMetricFamily]:
+        total, buckets = 0, []
+        for edge, count in zip([*self._edges, math.inf], self._counts, strict=True):
+            total += count
+            buckets.append((floatToGoString(edge), float(total)))
+        family = HistogramMetricFamily(self._name, self._text)
+        family.add_metric([], buckets, self._sum)
+        return [family]
+
+    def describe(self) -> Iterable[HistogramMetricFamily]:
+        return [HistogramMetricFamily(self._name, self._text)]
 
 
 def serve_metrics(registry: CollectorRegistry, port: int, host: str = "127.0.0.1") -> tuple[WSGIServer, int]:

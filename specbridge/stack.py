@@ -38,8 +38,7 @@ log = logging.getLogger(__name__)
 
 CONFIG_EXIT_CODE = 2
 LAST_LINES = 20
-ABANDON_S = 2.0
-JOIN_S, REAP_S = 15.0, 2.0
+ABANDON_S, JOIN_S, REAP_S = 2.0, 15.0, 2.0
 # A socket's path must fit the kernel's 108 bytes, with room for the longest name.
 MAX_SOCKET_FOLDER = 80
 
@@ -169,7 +168,8 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             running.send_signal(signal.SIGTERM)
         try:
-            await asyncio.wait_for(running.wait(), patience)
+            async with asyncio.timeout(patience):
+                await running.wait()
         except TimeoutError:
             log.warning("%s did not end within %.0f s of SIGTERM: killing it", self.name, patience)
         self._kill_group()

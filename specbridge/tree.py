@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from operator import ge, lt
 
 from specbridge.errors import InvalidRequest
 
@@ -37,6 +38,19 @@ class DraftTree:
             depths.append(1 if parent < 0 else depths[parent] + 1)
         return tuple(depths)
 
+    def child(self, node: int, token: int) -> int | None:
+        """The child of `node` (-1: the anchor) with this token, of which there is one at most.
+
+        Paths are short: looking for each of its nodes is less work than a table of all.
+        """
+        at = node  # children come after their parents
+        try:
+            while self.parents[at := self.tokens.index(token, at + 1)] != node:
+                pass
+        except ValueError:
+            return None
+        return at
+
     def prefix(self, num_nodes: int) -> DraftTree:
         """The best tree of at most `num_nodes` nodes."""
         if num_nodes >= len(self.tokens):
@@ -56,8 +70,35 @@ class DraftTree:
             tuple(self.scores[i] for i in kept),
         )
 
+    def well_formed(self, vocab_size: int) -> bool:
+        """Whether it has nodes and keeps all rules of `validate` but those of its size: at a fraction of the
+        cost, since it is asked of every tree in every round.
+        """
+        tokens, parents, scores = self.tokens, self.parents, self.scores
+        size = len(tokens)
+        return (
+            len(parents) == len(scores) == size > 0
+            and min(tokens) >= 0
+            and max(tokens) < vocab_size
+            and min(parents) >= -1
+            and all(map(lt, parents, range(size)))
+            # NaN compares false with everything.
+            and scores[0] <= 0.0
+            and all(map(ge, scores, scores[1:]))
+            and len(set(zip(parents, tokens, strict=True))) == size
+        )
+
     def validate(self, *, vocab_size: int, max_nodes: int, max_depth: int) -> None:
         """Check what a peer sent. Raises InvalidRequest naming the first broken rule and its value."""
+        n = len(self.tokens)
+        # A tree of no more nodes than levels can't be too deep.
+        deep = n > max_depth
+        if n <= max_nodes and self.well_formed(vocab_size) and not (deep and max(self.depths()) > max_depth):
+            return
+        self._validate_each(vocab_size, max_nodes, max_depth)
+
+    def _validate_each(self, vocab_size: int, max_nodes: int, max_depth: int) -> None:
+        """`validate` node by node, which finds the broken rule."""
         n = len(self.tokens)
         if len(self.parents) != n or len(self.scores) != n:
             raise InvalidRequest(

@@ -7,8 +7,10 @@ mode. Does not own what is taken into a step (target_service.engine) nor what be
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from specbridge.errors import SpecBridgeError
@@ -207,15 +209,20 @@ def build_step(plan: StepPlan, *, buckets: Buckets, max_position: int, page_size
             logit_rows.append(chain.first_row + chain.count - 1)
             groups.append(RowGroup(session.rule, chain.logit_row, [end]))
     step = Step(
-        tokens=torch.tensor(tokens, dtype=torch.int64),
-        positions=torch.tensor(positions, dtype=torch.int64),
+        tokens=_int64(tokens),
+        positions=_int64(positions),
         segments=tuple(segments),
-        logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
-        slots=torch.tensor(targets, dtype=torch.int64),
+        logit_rows=_int64(logit_rows),
+        slots=_int64(targets),
         groups=tuple(groups),
         read_logits=any(session.want_logprobs for session in plan.sessions()),
     )
     return BuiltStep(step, padding)
+
+
+def _int64(values: Sequence[int]) -> torch.Tensor:
+    """As torch.tensor does it, in a third of its time for a tree's rows."""
+    return torch.from_numpy(np.array(values, dtype=np.int64))
 
 
 def _ring_span(reserved: Reserved | None, first: int) -> RingSpan | None:

@@ -70,7 +70,7 @@ class HiddenStateSink(Protocol):
 
     def reserve(self, rows: int) -> Any | None: ...
 
-    def mark_written(self) -> None: ...
+    def mark_written(self, *, over: bool = False) -> None: ...
 
     def publish(
         self,
@@ -230,11 +230,13 @@ class Capture:
             return capture.pending_end == first
         return capture.position < first + count
 
-    def written(self) -> None:
-        """The step has written, or told the device to write, all rows reserved so far."""
+    def written(self, *, over: bool = False) -> None:
+        """The step has written, or (unless the device is known to be done: `over`) told the device to write,
+        all rows reserved so far.
+        """
         if self.live:
             assert self._sink is not None
-            self._sink.mark_written()
+            self._sink.mark_written(over=over)
 
     def suspend(self, capture: SessionCapture, cause: str) -> None:
         """No slots: the session goes on without its draft for now."""

@@ -259,7 +259,11 @@ class Engine:
             self._runner.close()
 
     def _turn(self, *, busy: bool) -> bool:
-        """Messages, one step, answers. Returns whether there was something to run."""
+        """Messages, one step, answers. Returns whether there may be more to run without a further message.
+
+        Saying so at once matters where it is not so: until this thread sleeps it holds the interpreter, which
+        the event loop needs to send the answer.
+        """
         for work in self._next_work(wait=not busy):
             self._guard(work)
         failure = self.failure
@@ -279,7 +283,7 @@ class Engine:
             self._check()
         self._book.update_gauges()
         self._answer()
-        return ran
+        return ran and (bool(self._book.pending) or self._blocked())
 
     def _answer(self) -> None:
         """Send what has piled up: answers first, which somebody waits for."""
@@ -298,12 +302,15 @@ class Engine:
         """Seconds to sleep when the last step found nothing to run."""
         if self.failure is not None:
             return _CHECK_S
-        blocked = any(s.phase is Phase.PREFILL for s in self._book) or (
-            self._capture.live and any(s.capture.state is CaptureState.SUSPENDED for s in self._book)
-        )
-        if blocked:
+        if self._blocked():
             return _BLOCKED_S
         return min(max(self._book.next_expiry() - time.monotonic(), 0.0), _CHECK_S)
+
+    def _blocked(self) -> bool:
+        """Whether sessions have rows to run that nobody has to ask for: of prompts, or for the draft."""
+        return any(s.phase is Phase.PREFILL for s in self._book) or (
+            self._capture.live and any(s.capture.state is CaptureState.SUSPENDED for s in self._book)
+        )
 
     def _guard(self, work: Callable[[], None]) -> None:
         try:

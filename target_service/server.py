@@ -90,7 +90,8 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
                 # Not before the draft's first message is in: a write that meets the end of its call reaches
                 # the draft as gRPC's "Internal error from Core", and the reason is lost.
                 with contextlib.suppress(TimeoutError, StopAsyncIteration):
-                    await asyncio.wait_for(anext(request_iterator), FIRST_MESSAGE_S)
+                    async with asyncio.timeout(FIRST_MESSAGE_S):
+                        await anext(request_iterator)
                 raise
             assert self._channel is not None
             async for reply in self._channel.serve(request_iterator, context):

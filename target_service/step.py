@@ -103,6 +103,9 @@ class StepOutput:
     in the activation dtype, the concatenated outputs of the captured layers, or None when nothing is
     captured. Both tensors may be overwritten by the next step.
 
+    read_back: the host has waited for all that a device was told for the step, the writing of the ring
+    included.
+
     context_rows: committed rows that the verify segments attend to, each session's once, mean over layers;
     context_rows_read: rows whose K and V attention loads from the pages for it, by how it was planned. Their
     ratio says how often the context is read. context_rows_copied: of these, put together first, since their
@@ -115,6 +118,7 @@ class StepOutput:
     context_rows: float = 0.0
     context_rows_read: float = 0.0
     context_rows_copied: float = 0.0
+    read_back: bool = False
 
 
 def visible_context(length: int, windows: Mapping[int | None, int]) -> float:

@@ -82,7 +82,7 @@ class Stepper:
             batch.start(begin)
         output = self._runner.run(built.step)
         if plan.captures:
-            self._capture.written()
+            self._capture.written(over=output.read_back)
         forwarded = time.perf_counter_ns()
         results = self._settle(plan, output)
         done = time.perf_counter_ns()

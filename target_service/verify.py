@@ -46,8 +46,8 @@ def tree_rows(anchor: int, base: int, tree: DraftTree) -> TreeRows:
     depths = tree.depths()
     return TreeRows(
         tokens=[anchor, *tree.tokens],
-        positions=[base, *(base + depth for depth in depths)],
-        parents=(-1, *(parent + 1 for parent in tree.parents)),
+        positions=[base, *[base + depth for depth in depths]],
+        parents=(-1, *[parent + 1 for parent in tree.parents]),
         depth=max(depths, default=0),
     )
 
@@ -66,9 +66,6 @@ def walk(
     after it), after `remaining` tokens of the request, or after `room` tokens of the model's length; a stop
     id wins over a limit reached by the same token.
     """
-    child_of = {
-        (parent, token): i for i, (parent, token) in enumerate(zip(tree.parents, tree.tokens, strict=True))
-    }
     tokens: list[int] = []
     accepted: list[int] = []
     limit = min(remaining, room)
@@ -76,7 +73,7 @@ def walk(
     while True:
         token = choices[node + 1]
         tokens.append(token)
-        child = child_of.get((node, token))
+        child = tree.child(node, token)
         if child is not None:
             accepted.append(child)
         reason = FinishReason.RUNNING

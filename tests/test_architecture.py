@@ -240,6 +240,19 @@ def test_libraries_have_their_place(module: str, allowed: tuple[str, ...]) -> No
     )
 
 
+def test_nothing_waits_by_wait_for() -> None:
+    """On Python 3.11 a cancellation that meets the end of asyncio.wait_for is lost, and who was cancelled
+    goes on; asyncio.timeout has no such moment."""
+    wrong = [
+        f"{name_of(path)}:{node.lineno}"
+        for path in sources()
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Attribute | ast.Name)
+        and "wait_for" in (getattr(node, "attr", ""), getattr(node, "id", ""))
+    ]
+    assert not wrong
+
+
 def test_print_is_the_command_line_s() -> None:
     may = {"specbridge.cli", "specbridge.chat", "protos.generate"}
     may |= {"specbridge.train_common", "specbridge.train_eval"}

@@ -128,9 +128,11 @@ class Attachment(Generic[Message]):
         self._unmarked.add(reservation.span.first)
         return self.memory.rows(reservation.span.first, reservation.span.count)
 
-    def mark_written(self) -> None:
-        """All reservations made so far have been written, or will be by what the current stream was told."""
-        self._marked = self.memory.mark()
+    def mark_written(self, *, over: bool = False) -> None:
+        """All reservations made so far have been written, or (unless `over`) will be by what the current
+        stream was told.
+        """
+        self._marked = 0 if over else self.memory.mark()
         self._unmarked.clear()
 
     def publish(self, reservation: Reservation, count: int) -> Published | None:

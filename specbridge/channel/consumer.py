@@ -253,7 +253,8 @@ class HiddenStateClient:
         """One stream, from Attach to its end. Raises what ended it."""
         helpers: list[asyncio.Task[None]] = []
         try:
-            memory = await asyncio.wait_for(self._shake_hands(call), self._handshake_s + self._sending_s())
+            async with asyncio.timeout(self._handshake_s + self._sending_s()):
+                memory = await self._shake_hands(call)
             self._memory = memory
             reading = self._reading = Outbox(asyncio.get_running_loop())
             outbox = self._outbox = Outbox(asyncio.get_running_loop())

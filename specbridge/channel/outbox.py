@@ -54,7 +54,8 @@ class Outbox(Generic[T]):
                 if gather_s and not self._closed:
                     self._awake = True  # what is put meanwhile need not wake anybody
                     with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(self._hurry.wait(), gather_s)
+                        async with asyncio.timeout(gather_s):
+                            await self._hurry.wait()
                     self._hurry.clear()
                 # popleft is atomic, so items put meanwhile are either taken now or wake us again.
                 return [self._items.popleft() for _ in range(len(self._items))]

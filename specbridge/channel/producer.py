@@ -137,15 +137,16 @@ class HiddenStateServer:
         """Where the reservation's rows are to be written: [count, row_width] in the channel's dtype."""
         return reservation.owner.rows(reservation)
 
-    def mark_written(self) -> None:
+    def mark_written(self, *, over: bool = False) -> None:
         """The rows of all reservations made so far have been written, or will be by what this thread's
-        current stream was told so far. One mark for many chunks is cheaper than the one that `publish`
-        otherwise makes for each; who makes it must do so after every step that writes. `rows` takes it back
-        for its reservation.
+        current stream was told so far. over: the caller has waited for that since, so that the device need
+        not be asked (several calls, in the middle of a round). One mark for many chunks is cheaper than the
+        one that `publish` otherwise makes for each; who makes it must do so after every step that writes.
+        `rows` takes it back for its reservation.
         """
         current = self._usable()
         if current is not None:
-            current.mark_written()
+            current.mark_written(over=over)
 
     def publish(
         self,

@@ -158,7 +158,8 @@ class ServerStream:
     async def _next(self, kind: str) -> target_pb2.ChannelRequest:
         """The next message, a `kind`. Raises InvalidRequest if it is another, late or missing."""
         try:
-            request = await asyncio.wait_for(anext(self._requests), self._host.handshake_s)
+            async with asyncio.timeout(self._host.handshake_s):
+                request = await anext(self._requests)
         except TimeoutError:
             raise InvalidRequest(f"no {kind} within {self._host.handshake_s} s of the handshake") from None
         except StopAsyncIteration:

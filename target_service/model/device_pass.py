@@ -155,14 +155,17 @@ class DevicePass:
         logits = self._read_logits(buffers, step, needed=step.read_logits or not whole)
         if not whole:
             self._finish(buffers, self._choose_filtered(buffers, step, logits), inside)
+        context = self._context(step, buffers)  # while the device is at work
         choices = self._read_choices(buffers, step)
+        # What a ring in the host's memory gets, below, comes after the wait.
+        read_back = bool(choices) and self._done is not None and inside is ring
         if ring is not None and inside is None and buffers.taps is not None:
             packed = _walk_of(buffers)
             packed.publish(buffers.taps, ring, packed.walk(self._after(buffers, buffers.answer)))
         captured = None if buffers.taps is None else buffers.taps[: step.tokens.numel()]
         # Buckets are many: what eager passes made, kept with each, would be memory that nobody planned.
         buffers.logits = buffers.taps = None
-        return StepOutput(logits, captured, choices, *self._context(step, buffers))
+        return StepOutput(logits, captured, choices, *context, read_back=read_back)
 
     def _own_device(self) -> None:
         """Kernels go to the calling thread's current device; whoever loaded the model was another thread."""

@@ -120,7 +120,6 @@ def _aligned(words: int) -> int:
 
 def choice_rows(groups: Sequence[RowGroup]) -> ChoiceRows | None:
     """The rules row by row; None if a filter or a mask is among them."""
-    rules: list[tuple[float, int, int, int]] = []
     for group in groups:
         sampling, rule = group.rule.sampling, group.rule
         filtered = sampling.top_k or sampling.top_p < 1.0 or sampling.min_p > 0.0
@@ -128,16 +127,17 @@ def choice_rows(groups: Sequence[RowGroup]) -> ChoiceRows | None:
             rule.masked_ids and min(group.positions) < rule.masked_below
         ):
             return None
-        seed = signed_seed(sampling.seed)
-        rules += [(sampling.temperature, seed, position, sampling.choice) for position in group.positions]
-    temperature, seeds, positions, choices = zip(*rules, strict=True) if rules else ((), (), (), ())
-    bits = np.asarray(temperature, dtype=np.float32).view(np.int32).astype(np.int64)
-    return ChoiceRows(
-        torch.from_numpy(bits),
-        torch.tensor(seeds, dtype=torch.int64),
-        torch.tensor(positions, dtype=torch.int64),
-        torch.tensor(choices, dtype=torch.int64),
-    )
+    # A group's rows differ in their positions alone: its columns are filled, not listed.
+    rows = np.empty((4, sum(len(group.positions) for group in groups)), dtype=np.int64)
+    start = 0
+    for group in groups:
+        sampling, end = group.rule.sampling, start + len(group.positions)
+        rows[0, start:end] = np.float32(sampling.temperature).view(np.int32)
+        rows[1, start:end] = signed_seed(sampling.seed)
+        rows[2, start:end] = group.positions
+        rows[3, start:end] = sampling.choice
+        start = end
+    return ChoiceRows(*torch.from_numpy(rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +148,7 @@ class Packed:
     seeds int64, temperature fp32, choices, choice_positions, logit_rows [K]; tokens, positions, parents,
     slots
     [R]; row_start [S + 1]; lengths, kinds, first_slot, skip [S]; page_table [S, pages].
+    arrays: the same by name, for the host, if they are in its memory.
     """
 
     shape: Shape
@@ -167,6 +168,7 @@ class Packed:
     first_slot: torch.Tensor
     skip: torch.Tensor
     page_table: torch.Tensor
+    arrays: dict[str, np.ndarray]
 
 
 def views(buffer: torch.Tensor, shape: Shape) -> Packed:
@@ -178,7 +180,8 @@ def views(buffer: torch.Tensor, shape: Shape) -> Packed:
     parts["seeds"] = parts["seeds"].view(torch.int64)
     parts["temperature"] = parts["temperature"].view(torch.float32)
     parts["page_table"] = parts["page_table"].view(shape.sessions, shape.pages)
-    return Packed(shape=shape, buffer=buffer, **parts)
+    arrays = {name: part.numpy() for name, part in parts.items()} if buffer.device.type == "cpu" else {}
+    return Packed(shape=shape, buffer=buffer, arrays=arrays, **parts)
 
 
 def fill(host: Packed, step: Step, *, num_slots: int) -> int:
@@ -187,25 +190,20 @@ def fill(host: Packed, step: Step, *, num_slots: int) -> int:
     Rows and sessions beyond the step's are padding: in no session, without context, never committed.
     num_slots: slots of the ring, to check where segments write.
     """
-    shape = host.shape
+    shape, array = host.shape, host.arrays
     count, wanted, segments = step.tokens.numel(), step.logit_rows.numel(), step.segments
     words = host.buffer.numpy()
     table_start = words.size - _aligned(shape.sessions * shape.pages)
     words[:table_start] = 0
-    array = {
-        name: getattr(host, name).numpy()
-        for name in ("tokens", "positions", "parents", "slots", "row_start", "lengths", "kinds", "skip")
-    }
     array["tokens"][:count] = step.tokens.numpy()
     array["positions"][:count] = step.positions.numpy()
     array["parents"][:] = -1
     array["slots"][:] = NO_SLOT
     if step.slots is not None:
         array["slots"][:count] = step.slots.numpy()
-    logit_rows = host.logit_rows.numpy()
-    logit_rows[:wanted] = step.logit_rows.numpy()
-    logit_rows[wanted:] = shape.rows - 1
-    first_slot, table = host.first_slot.numpy(), host.page_table.numpy()
+    array["logit_rows"][:wanted] = step.logit_rows.numpy()
+    array["logit_rows"][wanted:] = shape.rows - 1
+    first_slot, table = array["first_slot"], array["page_table"]
     first_slot[:] = -1
     array["kinds"][:] = CHAIN
     end = 0
@@ -216,8 +214,10 @@ def fill(host: Packed, step: Step, *, num_slots: int) -> int:
         array["lengths"][s] = segment.context_length
         if segment.parents is not None:
             array["kinds"][s] = TREE
-            parents = np.asarray(segment.parents[: end - first], dtype=np.int32)
-            array["parents"][first:end] = np.where(parents < 0, -1, parents + first)
+            parents = array["parents"][first:end]
+            parents[:] = segment.parents[: end - first]
+            if first:
+                parents[parents >= 0] += first
         else:
             array["parents"][first + 1 : end] = np.arange(first, end - 1)
         if segment.ring is not None:
@@ -227,10 +227,10 @@ def fill(host: Packed, step: Step, *, num_slots: int) -> int:
     array["row_start"][len(segments) + 1 :] = end
     if step.rows_choice is not None:
         chosen = step.rows_choice.seeds.numel()
-        host.seeds.numpy()[:chosen] = step.rows_choice.seeds.numpy()
-        host.temperature.numpy().view(np.int32)[:chosen] = step.rows_choice.temperature.numpy()
-        host.choice_positions.numpy()[:chosen] = step.rows_choice.positions.numpy()
-        host.choices.numpy()[:chosen] = step.rows_choice.choices.numpy()
+        array["seeds"][:chosen] = step.rows_choice.seeds.numpy()
+        array["temperature"].view(np.int32)[:chosen] = step.rows_choice.temperature.numpy()
+        array["choice_positions"][:chosen] = step.rows_choice.positions.numpy()
+        array["choices"][:chosen] = step.rows_choice.choices.numpy()
     last = len(segments) - 1
     return table_start + last * shape.pages + len(segments[last].pages)
 

@@ -45,6 +45,30 @@ def test_trees_equal_the_cpu_path_s(case: str, build: Callable[..., Any]) -> Non
     both_ways(drafter, Scene(drafter))
 
 
+def test_the_host_s_own_work_runs_behind_the_launch_and_before_the_wait(
+    build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = build(CASES["sliding and full"][0], dtype=torch.float32).drafter
+    scene = Scene(drafter)
+    device = DeviceTrees(drafter, scene.pages, graphs=True, top_k=None, simulation=None)
+    asks = scene.asks(nodes=(16, 5, 12), depths=(9, 2, 4))
+    expected, order = device.grow(asks).trees, []
+    launch = device._launch
+    monkeypatch.setattr(device, "_launch", lambda *args: (order.append("launch"), launch(*args)))
+    monkeypatch.setattr(device, "_wait", lambda: order.append("wait"))
+    device.meanwhile = lambda: order.append("meanwhile")
+    assert device.grow(asks).trees == expected and order == ["launch", "meanwhile", "wait"]
+
+    def broken() -> None:
+        raise OSError("no")
+
+    # What it raises is raised, but never before the device has done with the buffers.
+    device.meanwhile = broken
+    with pytest.raises(OSError, match="no"):
+        device.grow(asks)
+    assert order[-1] == "wait"
+
+
 @pytest.mark.parametrize("case", ["sliding and full", "windows from the anchor"])
 def test_the_kernels_trees_equal_the_cpu_path_s(case: str, build: Callable[..., Any]) -> None:
     if not cuda.available() or not cuda.interpreting():

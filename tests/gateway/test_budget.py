@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.budget import Candidate, Plan, SharedRows, _well_formed, depth_limit, fit_tree
+from gateway.budget import Candidate, Plan, SharedRows, depth_limit, fit_tree
 from specbridge.errors import InvalidRequest
 from specbridge.tree import EMPTY_TREE, DraftTree
 
@@ -164,12 +164,12 @@ def test_the_quick_check_is_the_tree_s_own(
 ) -> None:
     tree = DraftTree(tuple(tokens), tuple(parents), tuple(scores))
     try:
-        tree.validate(vocab_size=10, max_nodes=9, max_depth=9)
+        tree._validate_each(vocab_size=10, max_nodes=9, max_depth=9)
         legal = True
     except InvalidRequest:
         legal = False
     if tokens or parents or scores:
-        assert _well_formed(tree, 10) == legal
+        assert tree.well_formed(10) == legal
 
 
 def test_empty_tree_fits() -> None:

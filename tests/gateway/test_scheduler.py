@@ -53,3 +53,24 @@ def test_output_equals_plain_decoding(drafter: str, budget: int | str, concurren
         accepted = sum(r.accepted for r in observer.rounds)
         assert accepted == sum(r.nodes for r in observer.rounds) > 0
     observer.reconcile()
+
+
+def test_whoever_has_a_round_s_tokens_finds_the_round_in_the_books() -> None:
+    """They are kept while the next service is at work already, but before any reader is woken."""
+    target, draft = FakeTarget(), FakeDraft(DRAFTERS["oracle"])
+    linked(target, draft)
+    observer = Recorder()
+
+    async def body(scheduler: Scheduler) -> None:
+        got = 0
+        async with scheduler.generate(make_request(0, max_tokens=60, ignore_eos=True)) as generation:
+            async for event in generation:
+                got += len(event.tokens)
+                # The first token is the prefill's.
+                assert 1 + sum(r.tokens for r in observer.rounds) >= got
+                assert len(scheduler.report().decisions) == len(observer.rounds)
+        assert got == 60
+
+    limits = SchedulerLimits(tree_budget=4, max_verify_rows=256, min_tree=1)
+    run_scheduler(body, target, draft, limits=limits, observer=observer)
+    observer.reconcile()

@@ -13,6 +13,11 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 HELPERS = Path(__file__).parent
+ENVIRONMENT = {
+    **os.environ,
+    # This project first, and whatever else the tests themselves were given.
+    "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", "")))),
+}
 
 
 class Producer:
@@ -27,7 +32,7 @@ class Producer:
         command = [sys.executable, str(script), self.address, "cuda:0", str(slots), str(width), dtype]
         self.process = subprocess.Popen(
             command,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env=ENVIRONMENT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -64,7 +69,7 @@ class Reader:
     def __init__(self, address: str, device: str) -> None:
         self.process = subprocess.Popen(
             [sys.executable, str(HELPERS / "cuda_reader.py"), address, device],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env=ENVIRONMENT,
             stdout=subprocess.PIPE,
             text=True,
         )

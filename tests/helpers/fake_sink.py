@@ -68,7 +68,7 @@ class FakeSink:
         self.open.add(reservation)
         return reservation
 
-    def mark_written(self) -> None:
+    def mark_written(self, *, over: bool = False) -> None:
         self.marks += 1
 
     def publish(

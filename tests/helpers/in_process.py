@@ -255,7 +255,7 @@ class InProcessChannel:
         span = self._spans.reserve(rows)
         return None if span is None else _Reservation(self.ring, self._spans, span)
 
-    def mark_written(self) -> None:
+    def mark_written(self, *, over: bool = False) -> None:
         """Nothing here runs ahead of the host."""
 
     def publish(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -19,7 +18,7 @@ import channel_peers
 import pytest
 import torch
 from channel_peers import ChannelDraft, ChannelTarget, fill, leftovers, until
-from cuda_processes import ROOT, Producer
+from cuda_processes import ENVIRONMENT, Producer
 from cuda_producer import NOTHING, Holdings, handles, resident_bytes, used_bytes
 
 from specbridge.channel import segment
@@ -188,7 +187,7 @@ async def test_a_killed_consumer_is_noticed_and_its_ring_freed(
         command = [sys.executable, channel_peers.__file__, "consumer", address, "cuda_ipc"]
         with subprocess.Popen(
             [*command, str(tmp_path / "chunks"), "hold", "cuda:0"],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env=ENVIRONMENT,
         ) as child:
             await until(lambda: target.channel.attached, timeout=60.0)
             sent = fill(target, 64)

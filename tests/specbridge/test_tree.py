@@ -55,6 +55,13 @@ def test_every_prefix_is_a_tree(tree: DraftTree, cut: int) -> None:
             check(tree, max_nodes=cut)
 
 
+@given(trees(), st.integers(-1, 20), st.integers(0, VOCAB))
+def test_a_child_is_found_by_its_token(tree: DraftTree, node: int, token: int) -> None:
+    table = {pair: i for i, pair in enumerate(zip(tree.parents, tree.tokens, strict=True))}
+    assert all(tree.child(*pair) == i for pair, i in table.items())
+    assert tree.child(node, token) == table.get((node, token))
+
+
 @given(trees(), st.integers(0, 21))
 def test_a_depth_limit_keeps_exactly_the_shallow_paths(tree: DraftTree, depth: int) -> None:
     shallow = tree.limit_depth(depth)

@@ -101,6 +101,24 @@ def test_many_sessions_in_one_batch_answer_in_one_reply(start: Start) -> None:
     assert got == want
 
 
+def test_a_round_is_not_followed_by_an_idle_turn(start: Start) -> None:
+    """The engine's thread sleeps right behind its answer: the event loop needs the interpreter to send it."""
+    _, engine, client = start()
+    messages: list[int] = []
+    taken = engine._next_work
+
+    def next_work(*, wait: bool) -> list[Callable[[], None]]:
+        work = taken(wait=wait)
+        messages.append(len(work))
+        return work
+
+    engine._next_work = next_work  # type: ignore[method-assign]
+    prompt = PROMPT[:10]  # one chunk
+    got = client.generate(open_request(1, prompt, max_tokens=20), lambda text, depth: EMPTY_TREE)
+    assert got.rounds == 19
+    assert messages.count(1) >= 20 and messages.count(0) <= 1
+
+
 def test_a_batch_larger_than_a_forward_is_split_and_still_answered_at_once(start: Start) -> None:
     runner, _, client = start(replace(TOY_LIMITS, max_verify_rows=4, max_tree_nodes=3))
     keys = [SessionKey(GATEWAY, n) for n in range(5)]

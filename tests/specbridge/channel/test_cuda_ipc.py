@@ -241,6 +241,29 @@ async def test_rows_that_were_written_when_they_were_published_are_not_waited_fo
         draft.chunks.clear()
 
 
+async def test_a_step_that_was_waited_for_is_marked_without_asking_the_device(
+    address: str, cuda: FakeCuda, nothing_left: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft = peers(address)
+    async with target, draft:
+        await draft.until_attached()
+        channel = target.channel
+        reservation = channel.reserve(3)
+        assert reservation is not None
+        channel.rows(reservation).fill_(2.0)
+        with monkeypatch.context() as patch:
+            for name in ("current_stream", "idle"):
+                patch.setattr(cuda, name, lambda *args: pytest.fail("the device was asked"))
+            channel.mark_written(over=True)
+            assert channel.publish(
+                reservation, session=KEY, first_position=0, count=3, tokens=[1, 2, 3], anchor=None
+            )
+        await until(lambda: len(draft.data) == 1)
+        assert {call[0] for call in cuda.calls} == {"record"}  # nobody waits for these rows
+        draft.chunks.clear()
+        del reservation
+
+
 async def test_slots_come_back_only_when_the_device_has_read_them(
     address: str, cuda: FakeCuda, nothing_left: None
 ) -> None:

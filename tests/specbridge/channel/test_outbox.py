@@ -32,6 +32,26 @@ async def test_items_of_another_thread_come_in_order_and_none_is_lost() -> None:
     assert await box.take() is None
 
 
+@pytest.mark.parametrize("turns", range(6))
+async def test_a_cancelled_taker_ends_though_somebody_is_in_a_hurry_just_then(turns: int) -> None:
+    """asyncio.wait_for of Python 3.11 keeps a cancellation for itself that meets its own end."""
+    box: Outbox[int] = Outbox(asyncio.get_running_loop())
+
+    async def take() -> None:
+        while await box.take(gather_s=60.0) is not None:
+            pass
+
+    taking = asyncio.create_task(take())
+    box.put(1)
+    await asyncio.sleep(0.01)
+    box.hurry()
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    taking.cancel()
+    await asyncio.wait([taking], timeout=30.0)
+    assert taking.cancelled()
+
+
 @pytest.mark.parametrize("end", ["hurry", "close"])
 async def test_what_is_gathered_leaves_together_when_somebody_is_in_a_hurry(end: str) -> None:
     box: Outbox[int] = Outbox(asyncio.get_running_loop())

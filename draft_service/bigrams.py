@@ -22,10 +22,10 @@ import numpy as np
 import torch
 
 from kernels.conditional_tree import PairTable
-from specbridge.checkpoint import replacing
+from specbridge.checkpoint import BIGRAMS_FILE, replacing
 from specbridge.errors import ConfigError
 
-FILE = "draft_bigrams.safetensors"
+FILE = BIGRAMS_FILE
 TENSORS = ("bigram_rows", "bigram_after", "bigram_counts", "bigram_totals")
 PRIOR = 60.0
 """Weight of the unconditional distribution, in occurrences."""

@@ -19,10 +19,10 @@ from pathlib import Path
 import torch
 
 from draft_service.drafter_weights import DrafterWeights
-from specbridge.checkpoint import replacing
+from specbridge.checkpoint import VOCABULARY_FILE, replacing
 from specbridge.errors import ConfigError
 
-FILE = "draft_vocabulary.safetensors"
+FILE = VOCABULARY_FILE
 TENSOR = "draft_vocabulary"
 AS_SHIPPED = -1
 """Size that means: what the drafter's folder says, the whole vocabulary if it says nothing."""

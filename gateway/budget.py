@@ -6,13 +6,14 @@ pool of verify rows. Pure: no I/O, no clock. The policy that goes by measured co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from gateway.generation import RoundRecord
 from gateway.report import BudgetReport
 from specbridge.errors import InvalidRequest
+from specbridge.fixed_rows import FixedRows
 from specbridge.rounds import DraftInfo, TargetInfo
 from specbridge.tree import EMPTY_TREE, DraftTree
 
@@ -124,8 +125,10 @@ class BudgetPolicy(Protocol):
         """The services as they are now, with the costs they have measured; called when one (re)appears."""
         ...
 
-    def plan(self, candidates: Sequence[Candidate], beside: Beside | None = None) -> Plan:
-        """Before the draft: what to ask for. Zero everywhere skips the draft."""
+    def plan(self, candidates: Sequence[Candidate], beside: Beside | None = None, *, others: int = 0) -> Plan:
+        """Before the draft: what to ask for. Zero everywhere skips the draft. others: sessions of the other
+        cohort, whether or not anything is known of its rounds.
+        """
         ...
 
     def cut(self, candidates: Sequence[Candidate], plan: Plan, trees: Sequence[DraftTree]) -> Chosen:
@@ -191,15 +194,23 @@ class SharedRows:
     """The simple policy: a cap per tree, a pool of verify rows shared by all, no draft pass for crumbs.
 
     Every running session has its anchor row in any case; what is left of `max_verify_rows` is shared evenly
-    by the sessions that can speculate. Leftover rows go to the first ones. Where so many run that the draft
-    is skipped, sessions that come are not opened there: what it appends for them takes a CPU's cores, and
-    what it does not hold of their prompts yet would be computed again.
+    by the sessions that can speculate. Leftover rows go to the first ones. Of two cohorts each has its
+    sessions' part of the rows, so that drafting pays, or does not, as with one. Where so many run that the
+    draft is skipped, sessions that come are not opened there: what it appends for them takes a CPU's cores,
+    and what it does not hold of their prompts yet would be computed again.
     """
 
     probes = False
 
-    def __init__(self, *, tree_budget: int, max_verify_rows: int, min_tree: int, cohorts: int = 1) -> None:
-        """max_verify_rows: of a pass of one of `cohorts`."""
+    def __init__(
+        self,
+        *,
+        tree_budget: int,
+        max_verify_rows: int,
+        min_tree: int,
+        rows_before: Callable[[TargetInfo], FixedRows] | None = None,
+    ) -> None:
+        """rows_before(target): the first two once a target is there; None: the same before any."""
         for name, value in (("tree_budget", tree_budget), ("min_tree", min_tree)):
             if value < 0:
                 raise InvalidRequest(f"{name} is {value}; it must be at least 0", param=name)
@@ -210,13 +221,15 @@ class SharedRows:
         self.tree_budget = tree_budget
         self.max_verify_rows = max_verify_rows
         self.min_tree = min_tree
-        self.cohorts = cohorts
+        self._rows_before = rows_before
         self._wanting = 0
 
     def measured(self, target: TargetInfo, draft: DraftInfo | None) -> None:
-        return None
+        if self._rows_before is not None:
+            rows = self._rows_before(target)
+            self.tree_budget, self.max_verify_rows = rows.tree_budget, rows.max_verify_rows
 
-    def plan(self, candidates: Sequence[Candidate], beside: Beside | None = None) -> Plan:
+    def plan(self, candidates: Sequence[Candidate], beside: Beside | None = None, *, others: int = 0) -> Plan:
         none = (0,) * len(candidates)
         if self.tree_budget == 0:
             return Plan(none, "budget")
@@ -224,9 +237,11 @@ class SharedRows:
         if not able:
             return Plan(none)
         # By all who run, as `spares` counts: who has been spared the draft takes the others' rows as well.
-        if not self._worth_drafting(len(candidates)):
+        running = len(candidates) + others
+        if not self._worth_drafting(running):
             return Plan(none, "budget", hold=(True,) * len(candidates))
-        share, extra = divmod(max(0, self.max_verify_rows - len(candidates)), len(able))
+        rows = self.max_verify_rows * len(candidates) // running
+        share, extra = divmod(max(0, rows - len(candidates)), len(able))
         nodes = list(none)
         for place, i in enumerate(able):
             nodes[i] = min(self.tree_budget, candidates[i].max_nodes, share + (1 if place < extra else 0))
@@ -249,7 +264,7 @@ class SharedRows:
 
     def _drafts(self, sessions: int) -> bool:
         """Whether rounds draft with so many sessions in all cohorts."""
-        return self.tree_budget > 0 and self._worth_drafting(-(-sessions // self.cohorts))
+        return self.tree_budget > 0 and self._worth_drafting(sessions)
 
     def spares(self, sessions: int) -> bool:
         return not self._drafts(sessions)

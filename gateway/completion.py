@@ -12,7 +12,7 @@ import enum
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -164,8 +164,9 @@ class Completion:
 class CompletionService:
     """The model as gRPC and REST offer it.
 
-    names     the name the model is served under, then its aliases
-    detailed  keep the per-round lists in requests' statistics
+    names        the name the model is served under, then its aliases
+    tree_budget  tells the most nodes of a request's tree, which the target's device may decide
+    detailed     keep the per-round lists in requests' statistics
     """
 
     def __init__(
@@ -174,7 +175,7 @@ class CompletionService:
         tokenizer: Tokenizer,
         *,
         names: Sequence[str],
-        tree_budget: int = 0,
+        tree_budget: Callable[[], int] = lambda: 0,
         detailed: bool = False,
     ) -> None:
         self.scheduler = scheduler

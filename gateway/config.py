@@ -1,6 +1,7 @@
 """Settings of the gateway process: every field is a flag and a SPECBRIDGE_* variable.
 
-Defaults are those measured on a two-core CPU machine with the built-in model (docs/architecture.md).
+Defaults are those measured on a two-core CPU machine with the built-in model (docs/architecture.md); before a
+target on a GPU two of them are others (specbridge.fixed_rows).
 """
 
 from __future__ import annotations
@@ -51,12 +52,12 @@ class GatewaySettings(Settings):
     second by measured costs and acceptance, plain decoding included.
     """
     tree_budget: int = Field(default=_LIMITS.tree_budget, ge=0)
-    """Most nodes of one draft tree with --budget fixed; 0: no speculation at all, whatever the budget.
-    `specbridge serve` on a GPU: 16.
+    """Most nodes of one draft tree with --budget fixed; 0: no speculation at all, whatever the budget. Not
+    given, and the target on a GPU: 16, or its --max-tree-nodes if that is less.
     """
     max_verify_rows: int = Field(default=_LIMITS.max_verify_rows, ge=1)
-    """Rows of one verify pass, shared among the running sessions, with --budget fixed. `specbridge serve` on
-    a GPU: 264.
+    """Rows of one verify pass, shared among the running sessions, with --budget fixed; of --cohorts 2 each
+    group's pass has the part of its sessions. Not given, and the target on a GPU: 264.
     """
     min_tree: int = Field(default=_LIMITS.min_tree, ge=0)
     """A session's share of nodes below which the round skips the draft, with --budget fixed."""
@@ -100,6 +101,7 @@ class GatewaySettings(Settings):
         return SchedulerLimits(
             tree_budget=self.tree_budget,
             max_verify_rows=self.max_verify_rows,
+            by_device=frozenset({"tree_budget", "max_verify_rows"} - self.model_fields_set),
             min_tree=self.min_tree,
             max_queue=self.max_queue,
             max_queue_tokens=self.max_queue_tokens,

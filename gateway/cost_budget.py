@@ -86,7 +86,7 @@ class CostBudget:
             self._loads.clear()
             self._overall.clear()
 
-    def plan(self, candidates: Sequence[Candidate], beside: Beside | None = None) -> Plan:
+    def plan(self, candidates: Sequence[Candidate], beside: Beside | None = None, *, others: int = 0) -> Plan:
         count = len(candidates)
         none = (0,) * count
         able = [i for i, c in enumerate(candidates) if c.max_nodes > 0 and c.max_depth > 0]

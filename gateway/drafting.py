@@ -154,12 +154,15 @@ class Drafting(Standing):
         cohort: int,
         target: TargetInfo,
         beside: Beside | None = None,
+        others: int = 0,
     ) -> DraftPhase:
-        """Fill in the entries' trees as far as the draft answers in time; its faults never raise."""
+        """Fill in the entries' trees as far as the draft answers in time; its faults never raise. beside,
+        others: as BudgetPolicy.plan has them.
+        """
         phase = DraftPhase()
         causes: Counter[str] = Counter()
         candidates = self.candidates(entries, target=target, now=self.clock(), causes=causes)
-        plan = self._policy.plan(candidates, beside)
+        plan = self._policy.plan(candidates, beside, others=others)
         if plan.drafts:
             plan = _caught_up(plan, entries, causes)
         phase.expected, phase.probe = plan.expected, plan.probe

@@ -5,9 +5,11 @@ config.py builds this from the gateway's settings; tests build it directly. Owns
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from specbridge.errors import ConfigError
+from specbridge.fixed_rows import ON_CPU, FixedRows, rows_on
+from specbridge.rounds import TargetInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +18,9 @@ class SchedulerLimits:
 
     budget             "cost": what is drafted and verified follows measured costs; "fixed": the next three
     tree_budget        most nodes of a session's tree; 0: never speculate
-    max_verify_rows    rows of one verify pass, shared by the running sessions (anchors included)
+    max_verify_rows    rows of one verify pass, shared by the running sessions (anchors included); with two
+                       cohorts of both passes together
+    by_device          names of those of the last two that the target's device decides: nobody gave them
     min_tree           a share below this many nodes is not worth a draft pass: the round skips it
     max_queue          requests waiting for admission before CapacityError
     max_queue_tokens   their tokens, prompts and expected outputs, before the same
@@ -39,8 +43,9 @@ class SchedulerLimits:
     """
 
     budget: str = "fixed"
-    tree_budget: int = 5
-    max_verify_rows: int = 12
+    tree_budget: int = ON_CPU.tree_budget
+    max_verify_rows: int = ON_CPU.max_verify_rows
+    by_device: frozenset[str] = frozenset()
     min_tree: int = 4
     max_queue: int = 256
     max_queue_tokens: int = 1 << 20
@@ -69,8 +74,14 @@ class SchedulerLimits:
         zero_legal = ("tree_budget", "max_queue", "min_tree", "draft_reopen_min_tokens", "cohorts")
         for item in fields(self):
             value = getattr(self, item.name)
-            if isinstance(value, str):
+            if isinstance(value, str | frozenset):
                 continue
             if not (value >= 0 if item.name in zero_legal else value > 0):
                 legal = "at least 0" if item.name in zero_legal else "positive"
                 raise ConfigError(f"{item.name} is {value}; it must be {legal}")
+
+    def rows_before(self, target: TargetInfo) -> FixedRows:
+        """tree_budget and max_verify_rows in front of `target`."""
+        given = FixedRows(self.tree_budget, self.max_verify_rows)
+        devices = rows_on(target.device, target.max_tree_nodes)
+        return replace(given, **{name: getattr(devices, name) for name in self.by_device})

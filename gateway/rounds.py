@@ -147,8 +147,13 @@ class RoundRunner:
             entry_for(session, block_size=block_size, max_length=info.max_length)
             for session in cohort.running.values()
         ]
-        beside = self._cohorts.beside(cohort)
-        phase = await self._drafting.run(entries, cohort=cohort.index, target=info, beside=beside)
+        phase = await self._drafting.run(
+            entries,
+            cohort=cohort.index,
+            target=info,
+            beside=self._cohorts.beside(cohort),
+            others=self._cohorts.sessions - len(entries),
+        )
         return entries, phase
 
     def _apply(

@@ -78,14 +78,14 @@ class GenerationServicer(gateway_pb2_grpc.GenerationServicer):
     ) -> gateway_pb2.ModelInfo:
         async with typed_errors(context):
             service = self._service
-            info, draft = service.info, service.scheduler.draft_info
+            info, draft, nodes = service.info, service.scheduler.draft_info, service.tree_budget()
             return gateway_pb2.ModelInfo(
                 model_id=service.name,
                 max_length=info.max_length,
                 vocab_size=info.vocab_size,
                 drafter_id=draft.drafter_id if draft is not None else "",
                 block_size=draft.block_size if draft is not None else 0,
-                tree_budget=min(service.tree_budget, draft.max_nodes) if draft else service.tree_budget,
+                tree_budget=min(nodes, draft.max_nodes) if draft is not None else nodes,
                 dummy_weights=service.dummy_weights,
                 simulated_acceptance=service.simulated_acceptance,
             )
@@ -229,7 +229,7 @@ async def serve(settings: GatewaySettings, *, stop: asyncio.Event) -> None:
         scheduler,
         tokenizer,
         names=settings.names(),
-        tree_budget=largest_tree(limits) if settings.draft_address else 0,
+        tree_budget=lambda: largest_tree(limits, scheduler.target_info) if settings.draft_address else 0,
         detailed=settings.request_stats == "detailed",
     )
     metrics.watch(

@@ -44,6 +44,17 @@ class Tiling:
         if self.merge_rows > self.block_m:
             raise ValueError(f"merge_rows {self.merge_rows} is above block_m {self.block_m}")
 
+    def check_pages(self, page_size: int) -> None:
+        """Raises ValueError for pages that a block of keys would end within and begin within by turns: the
+        kernels take a row to be at the same place of its page in every block (cuda/attention_blocks.py), and
+        would read other rows without a word.
+        """
+        if page_size < 1 or (self.block_n % page_size and page_size % self.block_n):
+            raise ValueError(
+                f"pages of {page_size} rows do not fit blocks of {self.block_n} keys; use a page_size that "
+                "divides the block, or that the block divides"
+            )
+
 
 # Half precision, by padded head size and rows x heads of a tile. K and V blocks of num_stages stages lie in
 # shared memory (2 * block_n * head size * 2 bytes a stage, beside the queries), a tile's scores and output in

@@ -132,11 +132,13 @@ def make_workspace(
     windows: the distinct windows of the layers. tiling: instead of the table's. processors: multiprocessors
     to fill (None: the device's). scratch: fp32 memory of at least workspace_floats(...) elements for the
     parts, which buckets may share if their passes do not overlap; None: its own.
+    Raises ValueError for pages that don't fit the tiling's blocks of keys.
     """
     device = torch.device(device)
     group = _group(heads, kv_heads)
     if tiling is None:
         tiling = choose_tiling(packed_rows=most_rows * group, head_dim=head_dim, dtype=dtype)
+    tiling.check_pages(page_size)
     if processors is None:
         processors = _processors(device)
     sizes = _sizes(rows, sessions, most_rows, group, kv_heads, tiling, processors)

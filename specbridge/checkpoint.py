@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     import torch
 
 INDEX_NAME = "model.safetensors.index.json"
+BIGRAMS_FILE = "draft_bigrams.safetensors"
+VOCABULARY_FILE = "draft_vocabulary.safetensors"
+_BESIDE = frozenset({BIGRAMS_FILE, VOCABULARY_FILE})
+"""Tables that `specbridge train` puts beside a drafter's tensors: no part of the checkpoint, so that whoever
+uses none of them does not need them whole."""
 SAMPLE_BYTES = 1024
 # Keys of config.json that say where a file came from, not what the model is.
 _PROVENANCE_KEYS = ("_name_or_path", "transformers_version")
@@ -135,7 +140,7 @@ class Checkpoint:
                     f"{index} names shards that are missing: {', '.join(missing)}; fetch the model again"
                 )
             return [self.folder / name for name in names]
-        shards = sorted(self.folder.glob("*.safetensors"))
+        shards = sorted(path for path in self.folder.glob("*.safetensors") if path.name not in _BESIDE)
         if not shards:
             other = sorted(
                 p.name for p in self.folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".gguf")

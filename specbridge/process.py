@@ -1,7 +1,7 @@
 """This process as the operating system sees it: compute threads, waiting policy, life tied to a parent.
 
 Owns: choosing thread counts and passive waiting before torch is loaded, and the poller before gRPC is; what
-garbage collections look at; and ending with the supervisor.
+garbage collections look at; ending with the supervisor; and ending at once.
 Does not own: starting or restarting processes (specbridge.stack).
 """
 
@@ -13,11 +13,12 @@ import logging
 import math
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from specbridge.settings import Settings, load
 
@@ -108,6 +109,16 @@ def _watch_parent() -> None:
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpgrp(), signal.SIGKILL)
     os._exit(1)
+
+
+def leave(code: int) -> NoReturn:
+    """End the process although threads are at work that can't be told to stop, as one that loads a model: the
+    interpreter's own end would wait for them, or pull what they stand on from under them.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 async def run_in_own_thread(work: Callable[..., T], *args: Any) -> T:

@@ -22,7 +22,7 @@ from typing import Any
 from pydantic import Field, create_model
 from pydantic_settings import SettingsConfigDict
 
-from specbridge import gpu_rows, models, room, stack
+from specbridge import fixed_rows, models, room, stack
 from specbridge.acceptance_model import label as acceptance_label
 from specbridge.clients import Joined, wait_attached, wait_drafting
 from specbridge.errors import ConfigError
@@ -159,7 +159,7 @@ def plan(options: StackSettings, folder: Path) -> Plan:
             own["target"].model_dump(),
         )
     target = _dummy_config(own["target"]) or options.target
-    wiring["gateway"] |= gpu_rows.defaults(own["target"], own["gateway"])
+    wiring["gateway"] |= fixed_rows.defaults(own["target"], own["gateway"])
     services = []
     for name in names:
         values = {key: getattr(own[name], key) for key in own[name].model_fields_set} | wiring[name]
@@ -215,7 +215,7 @@ def _check(options: StackSettings, own: Mapping[str, Settings], given: Mapping[s
         if wrong:
             raise ConfigError(f"--no-draft and {flag(wrong[0])} exclude each other; drop one of them")
     target = own["target"].model_dump()
-    gateway = own["gateway"].model_dump() | gpu_rows.defaults(own["target"], own["gateway"])
+    gateway = own["gateway"].model_dump() | fixed_rows.defaults(own["target"], own["gateway"])
     theirs, ours = target["simulate_acceptance"], own["draft"].model_dump()["simulate_acceptance"]
     if not options.no_draft and acceptance_label(theirs) != acceptance_label(ours):
         raise ConfigError(

@@ -23,16 +23,17 @@ from specbridge.channel.producer import HiddenStateServer
 from specbridge.errors import SpecBridgeError, Unavailable
 from specbridge.logs import configure_logging
 from specbridge.metrics import new_registry, serve_metrics
-from specbridge.process import freeze_heap, run_in_own_thread
+from specbridge.process import freeze_heap, leave, run_in_own_thread
 from specbridge.rounds import TargetReply, TargetResultKind
 from specbridge.rounds_stream import RoundsStream
 from specbridge.rpc_metrics import CountCalls
-from specbridge.server import Server, stop_event, typed_errors
+from specbridge.server import Server, ended_before, stop_event, typed_errors
 from target_service.config import TargetSettings
 from target_service.engine import Engine
 from target_service.launched import find_launch
 from target_service.loading import load_engine, load_follower
 from target_service.metrics import ChannelCollector, TargetMetrics
+from target_service.worker import give_up
 
 log = logging.getLogger(__name__)
 
@@ -119,10 +120,17 @@ def run(settings: TargetSettings) -> int:
         torch.set_num_threads(settings.threads)
     if launch is not None and above:
         return 0 if load_follower(settings, launch).run() else 1
-    return uvloop.run(_serve(settings))
+    code = uvloop.run(_serve(settings))
+    if code is not None:
+        return code
+    give_up()
+    leave(0)
 
 
-async def _serve(settings: TargetSettings) -> int:
+async def _serve(settings: TargetSettings) -> int | None:
+    """The exit code; None if told to stop while the model was loaded or warmed, which goes on, on a thread
+    that can't be interrupted.
+    """
     stop = stop_event()
     loop = asyncio.get_running_loop()
     failures: list[SpecBridgeError] = []
@@ -146,12 +154,23 @@ async def _serve(settings: TargetSettings) -> int:
     )
     engine: Engine | None = None
     channel: HiddenStateServer | None = None
+    in_time = True
+
+    async def load() -> None:
+        nonlocal engine, channel
+        engine = await run_in_own_thread(load_engine, settings, metrics, failed)
+        channel = connect_channel(engine, settings, metrics)
+        # Not in the loop's pool, whose threads are waited for at the end.
+        await run_in_own_thread(engine.start)
+
     try:
         await server.start()
         log.info("target listening on %s, loading %s", server.bound, settings.target)
-        engine = await run_in_own_thread(load_engine, settings, metrics, failed)
-        channel = connect_channel(engine, settings, metrics)
-        await asyncio.to_thread(engine.start)
+        in_time = await ended_before(stop, load())
+        if not in_time:
+            log.info("told to stop before it was ready: ending")
+            return None
+        assert engine is not None and channel is not None
         servicer.serve(engine, channel)
         freeze_heap()
         await server.set_serving()
@@ -161,9 +180,10 @@ async def _serve(settings: TargetSettings) -> int:
         if not failures:
             await _drain(engine, settings.drain)
     finally:
-        if channel is not None:
+        # An engine that is at its warm-up would have to be waited for.
+        if channel is not None and in_time:
             channel.close()
-        if engine is not None:
+        if engine is not None and in_time:
             await asyncio.to_thread(engine.close)
         # Everybody still connected has been told; streams have no end of their own to wait for.
         await server.stop(grace=0.5)

@@ -31,6 +31,8 @@ from target_service.ranks import RankLink
 log = logging.getLogger(__name__)
 
 _JOIN_S = 5.0
+_starting = threading.Lock()
+_given_up = threading.Event()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,10 @@ class WorkerPool(RankLink):
                 process = context.Process(
                     target=worker_main, args=(spec, theirs), name=f"specbridge-rank-{rank}", daemon=True
                 )
-                process.start()
+                with _starting:
+                    if _given_up.is_set():
+                        raise Unavailable("the target is told to stop: no more ranks are started")
+                    process.start()
                 theirs.close()
                 self._processes.append(process)
                 self._acks.append(ours)
@@ -176,12 +181,28 @@ class WorkerPool(RankLink):
     def _wait_death(self, seconds: float) -> None:
         ranks = {process.sentinel: rank for rank, process in enumerate(self._processes, 1)}
         ended = multiprocessing.connection.wait(list(ranks), timeout=seconds)
+        if _given_up.is_set():  # they did not die: they were ended
+            self._closing.wait(seconds)
+            return
         if ended and self._dead is None and not self._closing.is_set():
             rank = ranks[next(sentinel for sentinel in ended if isinstance(sentinel, int))]
             with self._collecting:
                 self._processes[rank - 1].join(1.0)
                 code = self._processes[rank - 1].exitcode
             self._dead = f"tensor-parallel rank {rank} died (exit code {code}): restart the target service"
+
+
+def give_up() -> None:
+    """End all ranks that this process has started, whatever they are at, and start no more. For a process
+    that ends itself, from any thread: nobody is told, and rank 0's part of what they were at never ends.
+    """
+    with _starting:
+        _given_up.set()
+        ranks = multiprocessing.active_children()
+    for rank in ranks:
+        rank.kill()
+    for rank in ranks:
+        rank.join(_JOIN_S)
 
 
 def worker_main(spec: WorkerSpec, acks: Connection) -> None:

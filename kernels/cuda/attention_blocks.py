@@ -92,7 +92,8 @@ def load_context(
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """[BLOCK_N, WIDTH]: a block's context rows out of their pages [BLOCK_N]; zeros past HEAD_DIM.
+    """[BLOCK_N, WIDTH]: a block's context rows out of their pages [BLOCK_N]; zeros past HEAD_DIM. One of PAGE
+    and BLOCK_N divides the other (Tiling.check_pages).
 
     Unless pages are longer than blocks, a thread's rows are at the same place of their pages in every block,
     so that all but the pages' part of their addresses is worked out once, before the loop.

@@ -131,6 +131,8 @@ class HiddenStateClient:
         self._memory: ConsumerMemory | None = None
         self._held: dict[int, ReceivedChunk] = {}
         self._being_read: set[int] = set()
+        # Only a hint when to hurry, so without a lock: a count that the loop's reset swallows, or misses, has
+        # acknowledgements wait ACK_PAUSE_S after all, or not at all; the chunks themselves are in `_reading`.
         self._gathered_rows = 0
         self._task: asyncio.Task[None] | None = None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 from fake_services import FakeDraft, FakeTarget, linked, oracle, plain, random_tree
 from scheduler_harness import Recorder, collect, make_request, run_scheduler
 
-from gateway.budget import Beside
+from gateway.budget import Beside, Candidate, Plan, SharedRows
 from gateway.cohorts import AUTO, CohortChooser, Cohorts
 from gateway.cost_budget import CostBudget
 from gateway.generation import RoundRecord
@@ -222,6 +222,33 @@ def test_two_cohorts_alternate_and_change_no_text(streams: int, budget: str) -> 
     assert all(r.sessions <= -(-streams // 2) for r in paired[4:])
     assert bool(paired) == (streams > 1)
     observer.reconcile()
+
+
+def test_the_fixed_budget_counts_the_other_cohort_s_sessions() -> None:
+    """Three streams are too many for twelve rows, in whatever cohorts they are."""
+    planned = []
+
+    class Seen(SharedRows):
+        def plan(
+            self, candidates: Sequence[Candidate], beside: Beside | None = None, *, others: int = 0
+        ) -> Plan:
+            found = super().plan(candidates, beside, others=others)
+            planned.append((len(candidates), others, found.drafts))
+            return found
+
+    target, draft = FakeTarget(delay=0.001), FakeDraft(oracle)
+    linked(target, draft)
+    limits = SchedulerLimits(cohorts=2)
+    policy = Seen(tree_budget=limits.tree_budget, max_verify_rows=limits.max_verify_rows, min_tree=4)
+
+    async def body(scheduler: Scheduler) -> None:
+        wanted = [make_request(i, max_tokens=40, ignore_eos=True) for i in range(3)]
+        await asyncio.gather(*(collect(scheduler, r) for r in wanted))
+
+    run_scheduler(body, target, draft, limits=limits, policy=policy)
+    of_three = [plan for plan in planned if plan[0] + plan[1] == 3]
+    assert {(1, 2, False), (2, 1, False)} <= set(of_three)
+    assert not any(drafts for _, _, drafts in of_three)
 
 
 def test_a_hanging_draft_keeps_neither_cohort() -> None:

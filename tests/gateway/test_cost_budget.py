@@ -293,8 +293,8 @@ def test_the_report_tells_all() -> None:
 def test_which_policy_the_limits_ask_for() -> None:
     assert isinstance(policy_for(SchedulerLimits(budget="cost")), CostBudget)
     fixed: BudgetPolicy = policy_for(SchedulerLimits(max_verify_rows=12, cohorts=2))
-    assert isinstance(fixed, SharedRows) and fixed.max_verify_rows == 6
+    assert isinstance(fixed, SharedRows) and fixed.max_verify_rows == 12
     assert policy_for(SchedulerLimits(cohorts=0)).report().policy == "fixed"
-    assert largest_tree(SchedulerLimits(tree_budget=5)) == 5
-    assert largest_tree(SchedulerLimits(budget="cost", tree_budget=0)) == 0
-    assert largest_tree(SchedulerLimits(budget="cost")) == 64
+    assert largest_tree(SchedulerLimits(tree_budget=5), None) == 5
+    assert largest_tree(SchedulerLimits(budget="cost", tree_budget=0), None) == 0
+    assert largest_tree(SchedulerLimits(budget="cost"), None) == 64

@@ -474,7 +474,9 @@ def test_a_defect_in_a_round_ends_requests_not_the_scheduler() -> None:
     class Broken(SharedRows):
         calls = 0
 
-        def plan(self, candidates: Sequence[Candidate], beside: Beside | None = None) -> Plan:
+        def plan(
+            self, candidates: Sequence[Candidate], beside: Beside | None = None, *, others: int = 0
+        ) -> Plan:
             self.calls += 1
             if self.calls == 3:
                 raise RuntimeError("a bug")

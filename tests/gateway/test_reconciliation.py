@@ -183,7 +183,7 @@ async def run_load(metrics: Metrics) -> list[Outcome]:
         reopen_backoff=0.005,
     )
     scheduler = Scheduler(target, draft, limits=limits, observer=metrics)
-    service = CompletionService(scheduler, tokenizer, names=["toy"], tree_budget=6)
+    service = CompletionService(scheduler, tokenizer, names=["toy"], tree_budget=lambda: 6)
     service.phase = Phase.SERVING
     metrics.watch(running=lambda: scheduler.running, waiting=lambda: scheduler.queue_length)
     await scheduler.start()

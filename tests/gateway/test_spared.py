@@ -128,10 +128,22 @@ def test_the_fixed_budget_wants_the_draft_back_when_the_load_has_fallen() -> Non
     assert not any(off.wants_draft(1) for _ in range(2 * WANTED_ROUNDS))
 
 
-def test_two_cohorts_share_the_sessions() -> None:
-    """Six rows each: a cohort of one drafts, one of two does not."""
-    policy = SharedRows(tree_budget=5, max_verify_rows=6, min_tree=4, cohorts=2)
-    assert policy.spares(3) and not policy.spares(2)
+@pytest.mark.parametrize("rows", [12, 13, 264])
+def test_two_cohorts_draft_where_one_would(rows: int) -> None:
+    """They share the rows by their sessions: one beside a cohort of two drafts no more than three do."""
+    policy = SharedRows(tree_budget=16, max_verify_rows=rows, min_tree=4)
+    for own in range(1, 60):
+        for other in range(own + 2):
+            together = policy.plan(able(own + other))
+            parts = policy.plan(able(own), others=other), policy.plan(able(other), others=own)
+            assert parts[0].drafts is together.drafts is not policy.spares(own + other)
+            assert other == 0 or parts[1].drafts is together.drafts
+            nodes = sum(map(sum, (part.nodes for part in parts)))
+            # What does not divide goes to somebody with one cohort, at most a row of it to nobody with two.
+            assert sum(together.nodes) - 1 <= nodes <= sum(together.nodes)
+            if together.drafts:
+                assert nodes + own + other <= rows
+    assert policy.plan(able(1)).nodes == (min(16, rows - 1),)
 
 
 def test_speculation_comes_back_to_spared_sessions_under_the_fixed_budget() -> None:

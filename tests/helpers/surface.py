@@ -243,7 +243,7 @@ def make_surface(*, extra: Sequence[str] = (), api_key: str = "", max_body: int 
     tokenizer = byte_tokenizer(extra)
     info = target_info(vocab_size=tokenizer.vocab_size, eos=tokenizer.eos_token_ids)
     scheduler = FakeScheduler(info=info)
-    service = CompletionService(scheduler, tokenizer, names=["toy", "path/to/toy"], tree_budget=16)
+    service = CompletionService(scheduler, tokenizer, names=["toy", "path/to/toy"], tree_budget=lambda: 16)
     service.phase = Phase.SERVING
     metrics = GatewayMetrics(CollectorRegistry())
     app = create_app(service, metrics, api_key=api_key, max_body=max_body)

@@ -423,6 +423,16 @@ def test_a_batch_of_another_bucket_is_refused() -> None:
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("page", [0, 12, 24, 48, 80])
+def test_pages_that_do_not_fit_the_blocks_are_refused(page: int) -> None:
+    """24 rows: the second block of 32 would begin within a page, where the kernels take it to begin one."""
+    sizes = {"rows": 9, "sessions": 1, "most_rows": 9, "heads": 2, "kv_heads": 1, "head_dim": 16}
+    with pytest.raises(ValueError, match=f"pages of {page} rows do not fit blocks of 32 keys"):
+        make_workspace(**sizes, page_size=page, dtype=torch.float32, device="cpu")
+    for fits in (1, 16, 32, 64, 96 * 32):
+        SMALL.check_pages(fits)
+
+
 def test_tilings() -> None:
     """Every head size and row count has one; what a bucket needs can be asked for."""
     for d in (16, 64, 80, 96, 128, 256):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from specbridge.checkpoint import INDEX_NAME, Checkpoint
+from specbridge.checkpoint import BIGRAMS_FILE, INDEX_NAME, VOCABULARY_FILE, Checkpoint
 from specbridge.errors import ConfigError
 
 TENSORS = {
@@ -133,6 +133,18 @@ def test_damage_is_a_config_error_that_names_it(tmp_path: Path, damage: object, 
     damage(folder)  # type: ignore[operator]
     with pytest.raises(ConfigError, match=message):
         Checkpoint(folder)
+
+
+@pytest.mark.parametrize("table", [BIGRAMS_FILE, VOCABULARY_FILE])
+def test_tables_beside_a_drafter_are_not_its_checkpoint(tmp_path: Path, table: str) -> None:
+    plain = Checkpoint(write(tmp_path)).fingerprint()
+    for content in (b"", b"half a fi"):
+        (tmp_path / table).write_bytes(content)
+        assert Checkpoint(tmp_path).names() == tuple(sorted(TENSORS))
+        assert Checkpoint(tmp_path).fingerprint() == plain
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="has no .*safetensors file"):
+        Checkpoint(tmp_path)
 
 
 def truncate(path: Path, size: int) -> None:

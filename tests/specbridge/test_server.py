@@ -25,6 +25,7 @@ from specbridge.server import (
     REQUEST_ID_KEY,
     Server,
     channel_options,
+    ended_before,
     request_id,
     stop_event,
     typed_errors,
@@ -325,3 +326,18 @@ async def test_a_status_that_no_longer_reaches_the_peer_is_no_error() -> None:
 
     async with typed_errors(Ended()):  # type: ignore[arg-type]
         raise RuntimeError("the status could not be sent")
+
+
+async def test_work_ends_before_the_stop_or_is_given_up() -> None:
+    stop = asyncio.Event()
+
+    async def fails() -> None:
+        raise ValueError("broken")
+
+    assert await ended_before(stop, asyncio.sleep(0))
+    with pytest.raises(ValueError, match="broken"):
+        await ended_before(stop, fails())
+    never = asyncio.ensure_future(asyncio.Event().wait())
+    asyncio.get_running_loop().call_soon(stop.set)
+    assert not await ended_before(stop, never) and never.cancelled()
+    assert not await ended_before(stop, asyncio.Event().wait())

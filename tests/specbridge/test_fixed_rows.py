@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gateway.config import GatewaySettings
-from specbridge import gpu_rows
+from specbridge import fixed_rows
 from specbridge.errors import ConfigError
 from specbridge.serve import plan, serve_settings
 from specbridge.settings import load
@@ -31,7 +31,8 @@ def rows(**options: Any) -> tuple[int, int]:
 
 def test_on_a_gpu_there_are_more_rows_than_on_two_cores() -> None:
     assert rows(device="cpu") == (5, 12)
-    assert rows(device="cuda:1") == (gpu_rows.TREE_BUDGET, gpu_rows.MAX_VERIFY_ROWS) == (16, 264)
+    on_gpu = fixed_rows.ON_GPU
+    assert rows(device="cuda:1") == (on_gpu.tree_budget, on_gpu.max_verify_rows) == (16, 264)
     # Where the target is, not the draft.
     assert rows(device="cuda", target_device="cpu") == (5, 12)
 
@@ -59,8 +60,8 @@ def test_auto_asks_the_driver(monkeypatch: pytest.MonkeyPatch, init: int, count:
     driver = SimpleNamespace(cuInit=lambda flags: init, cuDeviceGetCount=devices)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
     for version, can in (("2.13.0", True), ("2.11.0+cu130", True), ("2.13.0+cpu", False)):
-        monkeypatch.setattr(gpu_rows.metadata, "version", lambda name, version=version: version)
-        assert gpu_rows.runs_on_gpu("auto") is (there and can)
+        monkeypatch.setattr(fixed_rows.metadata, "version", lambda name, version=version: version)
+        assert fixed_rows.runs_on_gpu("auto") is (there and can)
 
 
 def test_auto_without_a_driver_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,5 +69,5 @@ def test_auto_without_a_driver_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> No
         raise OSError(name)
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
-    monkeypatch.setattr(gpu_rows.metadata, "version", lambda name: "2.13.0")
-    assert not gpu_rows.runs_on_gpu("auto")
+    monkeypatch.setattr(fixed_rows.metadata, "version", lambda name: "2.13.0")
+    assert not fixed_rows.runs_on_gpu("auto")

@@ -76,6 +76,10 @@ class DraftSettings(Settings):
     """Tokens the drafter may propose: the most frequent of its draft_vocabulary.safetensors. 0: all; -1: as
     the drafter's folder says, all if it says nothing.
     """
+    trim_block: bool = True
+    """On a CPU, leave out up to a quarter of a block's rows where the trees asked for are too shallow to use
+    them.
+    """
     session_lease: float = Field(default=10.0, gt=0)
     """Seconds that the sessions of a gateway outlive its broken stream."""
     idle_lease: float = Field(default=600.0, gt=0)

@@ -190,6 +190,16 @@ class Drafter:
         other.config = replace(self.config, first_row=reading.first_row, mask_token_id=reading.mask_token_id)
         return other
 
+    def trimmed(self, rows: int) -> Drafter:
+        """The same weights over the first `rows` rows of a block; shares everything, context pages included.
+
+        Other rows than of a whole block come out: rows look at each other both ways.
+        """
+        other = copy.copy(self)
+        other.config = replace(self.config, block_size=rows)
+        other.attention = replace(self.attention, config=other.config)
+        return other
+
     @property
     def capturable(self) -> bool:
         """Whether all it launches are kernels, so that CUDA graphs can hold it: the torch references of

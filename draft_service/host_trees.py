@@ -6,6 +6,7 @@ not own the drafter's arithmetic (drafter), the tree rules (tree, conditional_tr
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,12 @@ from draft_service.tree import build_trees_from_logits, noisy_log_probs
 from kernels.philox import Columns, gumbel_noise, gumbel_noise_of
 from specbridge.tree import DraftTree
 
+LEAST_OF_BLOCK = 0.75
+"""Of a block's rows, what is computed in any case. A CPU's products take six rows in one go (kernels.linear):
+of a block of 8 the last two, which no tree of 5 nodes can use, are a sixth of the pass, and without them the
+shipped drafter's trees of 5 commit 0.6 % less a round (docs/training.md). Drafters are trained on whole
+blocks; how they do with much shorter ones has not been measured.
+"""
 MAX_LOGITS = 1 << 26
 """Logits of one pass, in elements: 256 MiB of fp32. A larger batch runs as several passes."""
 
@@ -82,8 +89,13 @@ class HostTrees:
         simulation: Simulation | None,
         shared_noise: bool = True,
         conditioner: Conditioner | None = None,
+        trim_block: bool = False,
     ) -> None:
+        """trim_block: leave out rows of a block that are below what any tree of a pass may reach."""
         self.top_k = top_k
+        self._least_rows = math.ceil(LEAST_OF_BLOCK * drafter.config.block_size)
+        self._trimmed: dict[int, Drafter] = {}
+        self._trim_block = trim_block
         self._conditioner = conditioner
         self._shared_noise = shared_noise
         self._drafter = drafter
@@ -111,9 +123,19 @@ class HostTrees:
             [ask.session.sequence.length for ask in asks],
             [ask.session.sequence.pages for ask in asks],
         )
-        # A tree of N nodes is at most N deep: rows of the head beyond that are computed for nothing.
+        # A tree of N nodes is at most N deep: rows beyond that are computed for nothing.
         depth = max(min(ask.max_depth, ask.max_nodes) for ask in asks)
-        return self._drafter.propose(self._pages, batch, depth, own_ids=self._simulation is None)
+        return self._drafter_of(depth).propose(self._pages, batch, depth, own_ids=self._simulation is None)
+
+    def _drafter_of(self, depth: int) -> Drafter:
+        """With the rows of a block that predict `depth` positions, and no fewer than LEAST_OF_BLOCK."""
+        config = self._drafter.config
+        rows = max(config.first_row + depth, self._least_rows)
+        if not self._trim_block or rows >= config.block_size:
+            return self._drafter
+        if rows not in self._trimmed:
+            self._trimmed[rows] = self._drafter.trimmed(rows)
+        return self._trimmed[rows]
 
     def noise(self, session: Session, depth: int) -> torch.Tensor | None:
         """The target's own noise for the tokens at positions base + 1 .. base + depth: fp32 [depth, columns

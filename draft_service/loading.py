@@ -121,6 +121,7 @@ def load_engine(settings: DraftSettings, draft: Path, target: Path, metrics: Dra
         cuda_graphs=settings.cuda_graphs,
         shared_noise=settings.shared_noise,
         conditioner=conditioner,
+        trim_block=settings.trim_block,
     )
     wait = settings.propose_wait if settings.propose_wait >= 0 else PROPOSE_WAIT_S[device.split(":")[0]]
     limits = EngineLimits(

@@ -62,6 +62,7 @@ class Proposer:
         cuda_graphs: bool = True,
         shared_noise: bool = True,
         conditioner: Conditioner | None = None,
+        trim_block: bool = False,
     ) -> None:
         self.drafter = drafter
         self.simulation = simulation
@@ -85,6 +86,7 @@ class Proposer:
                 simulation=simulation,
                 shared_noise=shared_noise,
                 conditioner=conditioner,
+                trim_block=trim_block,
             )
 
     def meanwhile(self, work: Callable[[], object]) -> None:

@@ -15,6 +15,7 @@ import secrets
 import sys
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 
 import grpc
 import torch
@@ -32,11 +33,11 @@ from specbridge import wire
 from specbridge.errors import Unavailable
 from specbridge.logs import configure_logging
 from specbridge.metrics import serve_metrics
-from specbridge.process import freeze_heap, run_in_own_thread
+from specbridge.process import freeze_heap, leave, run_in_own_thread
 from specbridge.rounds import DraftInfo, DraftReply
 from specbridge.rounds_stream import RoundsStream
 from specbridge.rpc_metrics import CountCalls
-from specbridge.server import Server, stop_event, typed_errors
+from specbridge.server import Server, ended_before, stop_event, typed_errors
 
 log = logging.getLogger(__name__)
 
@@ -132,10 +133,15 @@ def run(settings: DraftSettings) -> int:
     configure_logging(settings.log_level, "draft")
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    return uvloop.run(_serve(settings))
+    if uvloop.run(_serve(settings)):
+        return 0
+    leave(0)
 
 
-async def _serve(settings: DraftSettings) -> int:
+async def _serve(settings: DraftSettings) -> bool:
+    """False if told to stop while the drafter was loaded or warmed, which goes on, on a thread that can't be
+    interrupted.
+    """
     stop = stop_event()
     metrics = DraftMetrics()
     endpoint = None
@@ -154,32 +160,15 @@ async def _serve(settings: DraftSettings) -> int:
     try:
         await server.start()
         log.info("draft listening on %s, loading %s", server.bound, settings.draft)
-        loaded = await run_in_own_thread(_load, settings, metrics)
-        check = None
-        if settings.selfcheck and not settings.synthetic:
-            check = StartupCheck(
-                loaded.engine,
-                loaded.config,
-                loaded.check_text,
-                threshold=settings.selfcheck_acceptance,
-                metrics=metrics,
-            )
-        link = TargetLink(
-            settings.target_address,
-            loaded,
-            servicer,
-            transport=settings.transport,
-            take_over=settings.take_over,
-            check=check,
-        )
-        metrics.registry.register(ChannelCollector(link.client.stats.snapshot))
-        if resolve_device(settings.device) == "cpu":
-            loaded.engine.call(_yield_to_target)
-        curve = WARM_UP_SESSIONS[loaded.device.split(":")[0]] if settings.warmup_repeats else ()
-        warm_up = tuple(n for n in curve if n <= max(settings.max_sessions, curve[0]))
-        await asyncio.to_thread(
-            loaded.engine.start, warm_up_sessions=warm_up, repeats=max(1, settings.warmup_repeats)
-        )
+
+        async def prepare() -> None:
+            nonlocal loaded, link
+            loaded, link = await _prepare(settings, servicer, metrics)
+
+        if not await ended_before(stop, prepare()):
+            log.info("told to stop before it was ready: ending")
+            return False
+        assert loaded is not None and link is not None
         servicer.serve(loaded)
         freeze_heap()
         link.start()
@@ -199,7 +188,44 @@ async def _serve(settings: DraftSettings) -> int:
         if endpoint is not None:
             endpoint.shutdown()
             endpoint.server_close()
-    return 0
+    return True
+
+
+async def _prepare(
+    settings: DraftSettings, servicer: DraftServicer, metrics: DraftMetrics
+) -> tuple[Loaded, TargetLink]:
+    """The drafter, warm, and its tie to the target, not begun yet."""
+    loaded = await run_in_own_thread(_load, settings, metrics)
+    check = None
+    if settings.selfcheck and not settings.synthetic:
+        check = StartupCheck(
+            loaded.engine,
+            loaded.config,
+            loaded.check_text,
+            threshold=settings.selfcheck_acceptance,
+            metrics=metrics,
+        )
+    link = TargetLink(
+        settings.target_address,
+        loaded,
+        servicer,
+        transport=settings.transport,
+        take_over=settings.take_over,
+        check=check,
+    )
+    metrics.registry.register(ChannelCollector(link.client.stats.snapshot))
+    if resolve_device(settings.device) == "cpu":
+        loaded.engine.call(_yield_to_target)
+    curve = WARM_UP_SESSIONS[loaded.device.split(":")[0]] if settings.warmup_repeats else ()
+    warm_up = tuple(n for n in curve if n <= max(settings.max_sessions, curve[0]))
+    start = partial(loaded.engine.start, warm_up_sessions=warm_up, repeats=max(1, settings.warmup_repeats))
+    # Not in the loop's pool, whose threads are waited for at the end.
+    try:
+        await run_in_own_thread(start)
+    except Exception:
+        await asyncio.to_thread(loaded.engine.close)
+        raise
+    return loaded, link
 
 
 async def drain(engine: Engine, seconds: float) -> None:

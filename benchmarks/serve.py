@@ -197,12 +197,9 @@ class Campaign:
                 await run_turn(turn, asks, partial(self._send, client, server.model), due)
 
         gc.collect()
-        gc.freeze()  # what lives now need not be looked through while times are taken
-        try:
-            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(measure())
-        finally:
-            gc.unfreeze()
+        gc.freeze()  # what lives now need not be looked through again, least of all while times are taken
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(measure())
         _say(turn)
 
     async def _send(self, client: StreamClient, model: str, ask: Any, due: float) -> Any:

@@ -89,7 +89,9 @@ def _service(name: str, argv: Sequence[str]) -> int:
     threads = int(getattr(settings, "threads", 1))
     default_environment(**process.thread_environment(threads, int(getattr(settings, "tp", 1))))
     package = {"target": "target_service", "draft": "draft_service", "gateway": "gateway"}[name]
-    return int(importlib.import_module(f"{package}.server").run(settings) or 0)
+    with process.no_collections():
+        server = importlib.import_module(f"{package}.server")
+    return int(server.run(settings) or 0)
 
 
 def _target(argv: Sequence[str]) -> int:

@@ -16,7 +16,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -77,6 +78,18 @@ def rpc_environment() -> dict[str, str]:
     wake-up costs some 0.1 ms, and a round has four messages (benchmarks/gateway_round.py).
     """
     return {"GRPC_EXPERIMENTS": "-event_engine_client,-event_engine_listener,-event_engine_callback_cq"}
+
+
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """No garbage collections in the body, for imports: nothing of theirs is garbage, and looking for it is an
+    eighth of what loading torch takes.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def freeze_heap() -> None:

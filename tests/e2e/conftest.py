@@ -25,10 +25,12 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="session")
 def stack(tiny_models: tuple[Path, Path]) -> Iterator[RunningStack]:
     """One for all files that use it (helpers/work_order.py gives them to one worker): a test that kills a
-    service, or brings it out of step, waits until everything is well again.
+    service, or brings it out of step, waits until everything is well again. Sessions of broken streams are
+    waited for in many tests: they outlive them by two seconds instead of ten.
     """
     target, drafter = tiny_models
     flags = ("--dtype=float32", "--tree-budget=8", "--max-verify-rows=64")  # four streams are drafted for
+    flags += ("--session-lease=2", "--warmup-repeats=1")
     with running_stack(f"--target={target}", f"--draft={drafter}", *flags) as running:
         yield running
 

@@ -28,7 +28,8 @@ pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(480)]
 PROMPTS = 20
 REPLAYED, REPLAYED_TOKENS, TREE = 4, 48, 16
 """Prompts whose rounds are replayed as well, their length, and the budget of their trees."""
-TOKENS = 32
+TOKENS, TOGETHER = 32, 8
+"""Of the other prompts, and how many of them share passes: the weights are read once for all of a pass."""
 TOLERANCE = 0.02
 
 
@@ -94,15 +95,14 @@ def test_twenty_prompts(bench: Bench, near_ties: NearTies) -> None:
     requests = {
         i: request_for(bench.prompts[i], SamplingParams(), max_tokens=TOKENS, ignore_eos=False) for i in rest
     }
-    # As many at once as leave each its default tree.
-    together = defaults.max_verify_rows // (defaults.tree_budget + 1)
     runs = [(range(REPLAYED), bench.replayed(budget)) for budget in (None, TREE)]
-    for first in range(0, len(rest), together):
-        some = rest[first : first + together]
+    for first in range(0, len(rest), TOGETHER):
+        some = rest[first : first + TOGETHER]
         run = product.run(
             [requests[i] for i in some],
             budget=defaults.tree_budget,
-            max_verify_rows=defaults.max_verify_rows,
+            # As many rows as leave each its default tree.
+            max_verify_rows=TOGETHER * (defaults.tree_budget + 1),
             min_tree=defaults.min_tree,
         )
         runs.append((some, run))

@@ -58,6 +58,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         "--dtype=float32",
         "--tree-budget=12",
         "--max-verify-rows=26",
+        "--warmup-repeats=1",
     ) as stack:
         # /health says that there is an answer to be had; drafts come once the channel is up.
         wait_for(lambda: stack.total("draft", "specbridge_draft_channel_attached") == 1, 30, "attached")

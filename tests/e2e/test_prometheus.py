@@ -41,7 +41,7 @@ TIMED = {"SpecBridgeSlowFirstToken", "SpecBridgeSlowTokens", "SpecBridgeDraftFal
 
 
 @pytest.fixture(scope="module")
-def stack(tiny_models: tuple[Path, Path]) -> Iterator[RunningStack]:
+def simulated(tiny_models: tuple[Path, Path]) -> Iterator[RunningStack]:
     """Acceptance is simulated: of random weights next to nothing is right, and panels would have no data."""
     target, drafter = tiny_models
     with running_stack(
@@ -65,8 +65,8 @@ def watched(stack: RunningStack, folder: Path) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def prometheus(stack: RunningStack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with watched(stack, tmp_path_factory.mktemp("prometheus")) as address:
+def prometheus(simulated: RunningStack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with watched(simulated, tmp_path_factory.mktemp("prometheus")) as address:
         yield address
 
 
@@ -147,13 +147,13 @@ def put_load(stack: RunningStack) -> None:
         next(reply.iter_lines())
 
 
-def test_every_panel_and_rule_has_data_under_load(stack: RunningStack, prometheus: str) -> None:
+def test_every_panel_and_rule_has_data_under_load(simulated: RunningStack, prometheus: str) -> None:
     def all_up() -> bool:
         up = {item["metric"]["job"]: item["value"][1] for item in query(prometheus, "up")}  # type: ignore[index]
         return up == dict.fromkeys(SERVICES, "1")
 
     wait_for(all_up, 30, "three targets up")
-    put_load(stack)
+    put_load(simulated)
     places = all_expressions()
     missing = dict(places)
 
@@ -163,7 +163,7 @@ def test_every_panel_and_rule_has_data_under_load(stack: RunningStack, prometheu
         return not any(not set(ELSEWHERE) & catalogue.reads(promql).names for promql in missing)
 
     try:
-        with steady_load(stack):
+        with steady_load(simulated):
             wait_for(none_missing, 30, "data of all expressions")
     except AssertionError:
         pytest.fail(f"no number of {missing}")
@@ -174,32 +174,29 @@ def test_every_panel_and_rule_has_data_under_load(stack: RunningStack, prometheu
     assert alerts_of(prometheus) - TIMED == set()
 
 
-def test_a_killed_draft_sets_off_its_alert_until_it_is_back(stack: RunningStack, prometheus: str) -> None:
+def test_a_killed_draft_sets_off_its_alert_until_it_is_back(simulated: RunningStack, prometheus: str) -> None:
     assert "SpecBridgeDraftDown" not in alerts_of(prometheus) | alerts_of(prometheus, "pending")
-    with steady_load(stack):
-        stack.kill("draft")
+    with steady_load(simulated):
+        simulated.kill("draft")
         wait_for(lambda: "SpecBridgeDraftDown" in alerts_of(prometheus), 30, "the alert of the killed draft")
         wait_for(lambda: "SpecBridgeDraftDown" not in alerts_of(prometheus), 90, "the alert's end")
-        wait_for(stack.draft_connected, 5, "a stream to the draft")
+        wait_for(simulated.draft_connected, 20, "a stream to the draft")
     assert alerts_of(prometheus) - TIMED == set()
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_names_and_types_follow_the_conventions(stack: RunningStack, service: str) -> None:
+def test_names_and_types_follow_the_conventions(simulated: RunningStack, service: str) -> None:
     promtool = program("promtool", package="prometheus")
-    text = httpx.get(str(stack.state["endpoints"][f"{service} metrics"]), timeout=10).text
+    text = httpx.get(str(simulated.state["endpoints"][f"{service} metrics"]), timeout=10).text
     own = "".join(line for line in text.splitlines(keepends=True) if "vllm:" not in line)
     assert own != text or service != "gateway"
     done = subprocess.run([promtool, "check", "metrics"], input=own, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_random_weights_set_off_the_alert_on_acceptance(
-    tiny_models: tuple[Path, Path], tmp_path: Path
-) -> None:
-    target, drafter = tiny_models
-    flags = (f"--target={target}", f"--draft={drafter}", "--dtype=float32", "--budget=fixed")
-    with running_stack(*flags) as stack, watched(stack, tmp_path) as prometheus, steady_load(stack):
+def test_random_weights_set_off_the_alert_on_acceptance(stack: RunningStack, tmp_path: Path) -> None:
+    """The stack of the other files has a drafter of random weights, and nothing simulated."""
+    with watched(stack, tmp_path) as prometheus, steady_load(stack):
         wait_for(lambda: "SpecBridgeAcceptanceCollapse" in alerts_of(prometheus), 60, "the alert")
         [judged] = [p for p in all_expressions() if "specbridge_draft_recent_acceptance_length" in p]
         wait_for(lambda: has_number(prometheus, judged), 30, "acceptance judged by the draft")

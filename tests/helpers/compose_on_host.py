@@ -59,7 +59,7 @@ def start(folder: Path, plan: list[dict[str, Any]], started: dict[str, subproces
                 raise RuntimeError(f"{name} ended with {process.returncode}")
         if time.monotonic() > deadline:
             raise RuntimeError(f"not healthy: {sorted({s['name'] for s in plan} - well)}")
-        time.sleep(0.5)  # a health check is a process that takes CPU from those it waits for
+        time.sleep(1.5)  # a health check is a process that takes CPU from those it waits for
 
 
 def fetch(url: str, body: dict[str, Any] | None = None) -> str:

@@ -5,6 +5,7 @@ Eight ranks: as threads in test_model_families_parallel.py, as processes in test
 
 from __future__ import annotations
 
+import multiprocessing
 import multiprocessing.connection
 import os
 import signal
@@ -23,6 +24,18 @@ from specbridge.errors import ConfigError, Unavailable
 from target_service import parallel, step_codec
 from target_service.runner import Runner, load_runner
 from target_service.step import Segment, Step
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported_once() -> Iterator[None]:
+    """Seven ranks come and go here: they are forked from one process that has imported all they need. Ranks
+    spawned as the service does it are those of test_server.py.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["target_service.worker"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multiprocessing, "get_context", lambda method=None: context)
+        yield
 
 
 @pytest.fixture(scope="module")

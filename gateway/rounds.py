@@ -102,6 +102,8 @@ class RoundRunner:
             started = asked
             entries, phase = await self._draft(cohort)
         else:
+            if self._turn.locked():  # a wait, in which readers take tokens without being woken
+                self._enter_books()
             async with self._turn:
                 started = self._clock()
                 entries, phase = await self._draft(cohort)
@@ -133,9 +135,9 @@ class RoundRunner:
             turn_wait_s=started - asked,
             cohorts=in_use,
         )
+        self._unbooked.append(record)
         self._policy.observe(record, outcomes)
         self._cohorts.observe(record, verify_seconds(record))
-        self._unbooked.append(record)
 
     async def _draft(self, cohort: Cohort) -> tuple[list[Entry], DraftPhase]:
         """The draft half of a round, for the sessions that run now."""
@@ -282,8 +284,11 @@ class RoundRunner:
     def _enter_books(self) -> None:
         records, self._unbooked = self._unbooked, []
         for record in records:
-            self._observer.on_round(record)
-            self._log(record)
+            try:
+                self._observer.on_round(record)
+                self._log(record)
+            except Exception:  # one record must not cost the others their place
+                log.exception("a round could not be entered in the books")
 
     def on_error(self, session: Session, error: SpecBridgeError | None) -> None:
         """The target answered a running session with an error; it is gone there unless NOT_READY."""

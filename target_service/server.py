@@ -120,16 +120,16 @@ def run(settings: TargetSettings) -> int:
         torch.set_num_threads(settings.threads)
     if launch is not None and above:
         return 0 if load_follower(settings, launch).run() else 1
-    code = uvloop.run(_serve(settings))
-    if code is not None:
+    code, over = uvloop.run(_serve(settings))
+    if over:
         return code
     give_up()
-    leave(0)
+    leave(code)
 
 
-async def _serve(settings: TargetSettings) -> int | None:
-    """The exit code; None if told to stop while the model was loaded or warmed, which goes on, on a thread
-    that can't be interrupted.
+async def _serve(settings: TargetSettings) -> tuple[int, bool]:
+    """The exit code, and whether all is over: not if the end came while the model was loaded or warmed, which
+    goes on, on a thread that can't be interrupted.
     """
     stop = stop_event()
     loop = asyncio.get_running_loop()
@@ -167,18 +167,18 @@ async def _serve(settings: TargetSettings) -> int | None:
         await server.start()
         log.info("target listening on %s, loading %s", server.bound, settings.target)
         in_time = await ended_before(stop, load())
-        if not in_time:
+        if in_time:
+            assert engine is not None and channel is not None
+            servicer.serve(engine, channel)
+            freeze_heap()
+            await server.set_serving()
+            log.info("target ready: %s", server.bound)
+            await stop.wait()
+            await server.set_not_serving()
+            if not failures:
+                await _drain(engine, settings.drain)
+        elif not failures:
             log.info("told to stop before it was ready: ending")
-            return None
-        assert engine is not None and channel is not None
-        servicer.serve(engine, channel)
-        freeze_heap()
-        await server.set_serving()
-        log.info("target ready: %s", server.bound)
-        await stop.wait()
-        await server.set_not_serving()
-        if not failures:
-            await _drain(engine, settings.drain)
     finally:
         # An engine that is at its warm-up would have to be waited for.
         if channel is not None and in_time:
@@ -192,8 +192,7 @@ async def _serve(settings: TargetSettings) -> int | None:
             endpoint.server_close()
     if failures:
         log.error("target ends: %s", failures[0])
-        return 1
-    return 0
+    return (1 if failures else 0), in_time
 
 
 async def _drain(engine: Engine, seconds: float) -> None:

@@ -66,7 +66,7 @@ class Policy:
             "cohorts": self.cohorts,
         }
         if self.name == "fixed":
-            return SchedulerLimits(**common)
+            return SchedulerLimits(by_device=frozenset({"tree_budget", "max_verify_rows"}), **common)
         if self.name == "cost":
             return SchedulerLimits(budget="cost", tree_budget=costs.max_tree_nodes, **common)
         nodes = int(self.name.removeprefix("tree ")) if self.name != "plain" else 0

@@ -49,6 +49,7 @@ class Costs:
                    handed to a reader; client_event_ms: the load generator's, for the same event
     request_ms     the gateway's work for a new request before it can be opened
     reported       verify, draft: curves as the services report them, where passes take something else
+    device         of the target, as it tells the gateway, whose default rows depend on it
     pools          capacities: cores, or 1 for a device (2 / slowdown for one that two services share)
     workers        target, draft, gateway, client -> Worker
     """
@@ -70,6 +71,7 @@ class Costs:
     client_event_ms: float = 0.0
     request_ms: float = 0.0
     jitter: float = 0.0
+    device: str = "simulated"
     block_size: int = 8
     max_tree_nodes: int = 64
     reported: Mapping[str, Points] = field(default_factory=dict)

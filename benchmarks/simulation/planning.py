@@ -114,6 +114,7 @@ def plan(folder: Path, *, tp: int, hardware: Hardware, shared: bool = False) -> 
             "tp": tp,
             "hardware": asdict(hardware),
         },
+        device="cuda",
         verify=_grid(ROWS, CONTEXTS, verify),
         draft=_grid(SESSIONS, (256, 8192), drafts),
         append=((1, 0, append), (512, 0, 2 * append)),

@@ -150,6 +150,7 @@ def costs_of(record: Mapping[str, Any]) -> Costs:
         gateway_event_ms=max(0.0, own.slope + own.at - 2 * (batch + session)),
         client_event_ms=client.slope + client.at,
         request_ms=max(0.0, prompt.at + prompt.slope - one),
+        device=device,
         block_size=block,
         max_tree_nodes=int(record["target"]["max_tree_nodes"]),
         max_verify_rows=max(256, 8 * (int(record["target"]["max_tree_nodes"]) + 1)),

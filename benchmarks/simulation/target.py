@@ -105,7 +105,7 @@ class SimTarget(Service[TargetRequest]):
             model_id=costs.name, fingerprint="simulated", vocab_size=VOCAB, eos_token_ids=(), hidden_size=1,
             num_layers=1, page_size=16, max_length=costs.max_length, tp_size=1,
             max_sessions=costs.max_sessions, max_tree_nodes=costs.max_tree_nodes, total_pages=0,
-            dtype="none", device="simulated", instance=self._instance, verify_cost=costs.verify_points(),
+            dtype="none", device=costs.device, instance=self._instance, verify_cost=costs.verify_points(),
             simulated_acceptance=self.world.drafter.acceptance.name,
         )  # fmt: skip
 

@@ -89,20 +89,24 @@ def bench(model_folder: Path) -> Iterator[Bench]:
 
 
 def test_twenty_prompts(bench: Bench, near_ties: NearTies) -> None:
-    """Most by the defaults; those of the other test with its chains and trees."""
+    """Two by the defaults, most by default trees with more of them in a pass, and those of the other test with
+    its chains and trees.
+    """
     product, defaults = bench.product, SchedulerLimits()
     rest = sorted(range(REPLAYED, PROMPTS), key=lambda i: len(bench.prompts[i]))
     requests = {
         i: request_for(bench.prompts[i], SamplingParams(), max_tokens=TOKENS, ignore_eos=False) for i in rest
     }
     runs = [(range(REPLAYED), bench.replayed(budget)) for budget in (None, TREE)]
-    for first in range(0, len(rest), TOGETHER):
-        some = rest[first : first + TOGETHER]
+    rows = defaults.tree_budget + 1
+    pair = defaults.max_verify_rows // rows
+    for first, last in ((0, pair), *((at, at + TOGETHER) for at in range(pair, len(rest), TOGETHER))):
+        some = rest[first:last]
         run = product.run(
             [requests[i] for i in some],
             budget=defaults.tree_budget,
             # As many rows as leave each its default tree.
-            max_verify_rows=TOGETHER * (defaults.tree_budget + 1),
+            max_verify_rows=max(defaults.max_verify_rows, len(some) * rows),
             min_tree=defaults.min_tree,
         )
         runs.append((some, run))

@@ -51,6 +51,8 @@ class FakeSink:
         self.open: set[SinkReservation] = set()
         self.chunks: list[SinkChunk] = []
         self.marks = 0
+        self.read_back: list[bool] = []
+        """Of each mark: whether the device was known to be done."""
 
     @property
     def used(self) -> int:
@@ -70,6 +72,7 @@ class FakeSink:
 
     def mark_written(self, *, over: bool = False) -> None:
         self.marks += 1
+        self.read_back.append(over)
 
     def publish(
         self,

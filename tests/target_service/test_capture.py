@@ -95,6 +95,17 @@ def expected(world: World, prompt: list[int] = PROMPT, tokens: int = 20) -> list
     return reference(world.runner.logits_after, prompt, sampling=SamplingParams(), stop=StopParams(tokens))[0]
 
 
+@pytest.mark.parametrize("read_back", [False, True])
+def test_the_channel_is_told_what_the_pass_says_of_its_rows(
+    world: Callable[..., World], read_back: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w = world()
+    run = w.runner.run
+    monkeypatch.setattr(w.runner, "run", lambda step: replace(run(step), read_back=read_back))
+    w.client.generate(open_request(1, PROMPT))
+    assert set(w.sink.read_back) == {read_back}
+
+
 def test_every_committed_row_is_published_once_in_order_with_its_states(world: Callable[..., World]) -> None:
     w = world()
     rng = random.Random(1)

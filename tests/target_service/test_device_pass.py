@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny_models as tm
@@ -159,6 +160,29 @@ def test_a_projection_is_applied_to_what_is_captured(pair: tuple[Runner, Runner]
 def test_logits_that_nobody_reads_change_nothing(pair: tuple[Runner, Runner]) -> None:
     step = verify(pair, prefilled(pair), RULES["sampled"], seed=200)
     compare(pair, replace(step, read_logits=False))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_read_back_is_said_only_where_the_host_has_waited_for_the_ring(
+    pair: tuple[Runner, Runner], device: str, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By it the draft is told that rows are there: said too early, it would read what is not written yet."""
+    ours, pages = pair[0], prefilled(pair)
+    waited: list[str] = []
+    if device == "cpu":  # which has nothing to wait for
+        assert not ours.run(verify(pair, pages, RULES[rule], seed=300)).read_back
+        event = SimpleNamespace(record=lambda: None, synchronize=lambda: waited.append("waited"))
+        monkeypatch.setattr(ours._shard._pass, "_done", event)
+    assert ours.run(verify(pair, pages, RULES[rule], seed=300)).read_back
+    assert waited == (["waited"] if device == "cpu" else [])
+    chunk = tm.chain_step(ids(4, 7), 5, pages[1], commit=True)
+    chunk = replace(chunk, groups=(), segments=(replace(chunk.segments[0], ring=RingSpan(9)),))
+    assert not ours.run(chunk).read_back
+    if device == "cuda":
+        ring = ours._ring
+        assert ring is not None
+        ours.set_ring(torch.zeros_like(ring, device="cpu"))
+        assert not ours.run(verify(pair, pages, RULES[rule], seed=300)).read_back
 
 
 def test_a_mask_goes_the_way_of_filters(pair: tuple[Runner, Runner]) -> None:

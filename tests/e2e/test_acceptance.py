@@ -89,7 +89,7 @@ def bench(model_folder: Path) -> Iterator[Bench]:
 
 
 def test_twenty_prompts(bench: Bench, near_ties: NearTies) -> None:
-    """Two by the defaults, most by default trees with more of them in a pass, and those of the other test with
+    """Two by the defaults, most by default trees with more of them in a pass; the other test's own, too, with
     its chains and trees.
     """
     product, defaults = bench.product, SchedulerLimits()

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "helpers"))
@@ -58,6 +59,10 @@ def _scrubbed() -> dict[str, str]:
 
 for _name in _scrubbed():
     del os.environ[_name]
+
+# An example takes as long as it takes: a busy machine is no defect.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 
 @pytest.fixture(autouse=True)

@@ -79,7 +79,7 @@ def test_heap_equals_brute_force(horizon: int, vocab: int, ties: bool) -> None:
             assert_prefix_closed(tree, vocab)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data(), seed=st.integers(0, 2**31), ties=st.booleans())
 def test_fast_paths_equal_the_heap(data: st.DataObject, seed: int, ties: bool) -> None:
     sessions, horizon = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 7))

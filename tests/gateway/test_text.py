@@ -38,7 +38,7 @@ def run(stream: TextStream, blocks: Sequence[Sequence[int]]) -> tuple[str, list[
 # ---- decoding -------------------------------------------------------------------------------
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.integers(0, TOY.vocab_size + 3), max_size=24), st.booleans(), st.data())
 def test_deltas_add_up_to_one_shot_decoding(ids: list[int], skip: bool, data: st.DataObject) -> None:
     cuts = data.draw(st.lists(st.integers(0, len(ids)), max_size=6))
@@ -47,7 +47,7 @@ def test_deltas_add_up_to_one_shot_decoding(ids: list[int], skip: bool, data: st
     assert kept == ids
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.text(max_size=12), st.data())
 @example("a日\U0001f600b", None)
 def test_byte_fallback_decoding_equals_one_shot(text: str, data: st.DataObject | None) -> None:
@@ -116,7 +116,7 @@ def oracle(text: str, stops: Sequence[str], include: bool) -> tuple[str, str | N
     return text, None
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.lists(st.sampled_from(["a", "b", "ab", "own", "…br", " fox", "😀"]), max_size=10),
     st.lists(st.text("abow😀", min_size=1, max_size=4), min_size=1, max_size=3),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kernels.commit import commit_rows, commit_rows_reference, publish_rows, publish_rows_reference
 
 # The fixture only sets a switch that stays the same for all examples.
-SWEEP = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SWEEP = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @dataclass(frozen=True)

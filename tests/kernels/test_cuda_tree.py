@@ -70,7 +70,7 @@ def check(
         assert torch.equal(row_packed[:, len(want) :].long(), empty.expand(3, nodes - len(want)))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     kind=st.sampled_from(KINDS),
     levels=st.integers(1, 8),
@@ -113,7 +113,7 @@ def test_the_deepest_trees(triton_device: torch.device, kind: str) -> None:
     check(log_probs_of(kind, (2, levels, 3), 5), [nodes, nodes], [levels, 5], nodes, triton_device)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(kind=st.sampled_from(KINDS), nodes=st.integers(1, 256), seed=st.integers(0, 10**6))
 def test_path_codes_fit_and_keep_the_order_of_ranks(kind: str, nodes: int, seed: int) -> None:
     """What kernels.cuda.tree orders by, as strings: of all nodes and of all that were next in line."""

@@ -62,7 +62,7 @@ def test_published_vectors(counter: list[int], key: list[int], expected: list[in
     assert got.tolist() == expected
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(-(2**63), 2**64 - 1),
     position=st.integers(0, 2**32 - 1),
@@ -115,7 +115,7 @@ def test_vocabulary_shards_are_cuts_of_the_whole(parts: int) -> None:
     assert torch.equal(torch.cat(cut, dim=1), whole)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(ids=st.lists(st.integers(0, 999), min_size=1, max_size=200))
 def test_some_tokens_have_the_noise_they_have_among_all(ids: list[int]) -> None:
     """In any order, repeated ones too."""

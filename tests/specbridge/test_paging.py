@@ -170,7 +170,7 @@ def test_sequences_that_grow_side_by_side_keep_neighbouring_pages() -> None:
     assert second.pages == list(range(second.pages[0], second.pages[0] + 20))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=20), min_size=1, max_size=6),
     st.integers(1, 5),
@@ -247,5 +247,5 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.used_pages == len({page for sequence in self.live for page in sequence.pages})
 
 
-PoolMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30)
 TestPoolMachine = PoolMachine.TestCase

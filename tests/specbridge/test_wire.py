@@ -199,7 +199,7 @@ def comparable(message: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", CASES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_round_trip(name: str, data: st.DataObject) -> None:
     strategy, kind = CASES[name]

@@ -116,7 +116,7 @@ def test_release_is_idempotent() -> None:
     assert cache.used == 0
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 2**32), pages=st.integers(2, 12))
 def test_under_random_use_no_page_is_lost_shared_wrongly_or_found_with_other_tokens(
     seed: int, pages: int

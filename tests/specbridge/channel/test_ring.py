@@ -67,7 +67,7 @@ class RingMachine(RuleBasedStateMachine):
         assert whole is not None and whole.first == 0
 
 
-RingMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+RingMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestRing = RingMachine.TestCase
 
 

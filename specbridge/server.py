@@ -198,12 +198,7 @@ def stop_event() -> asyncio.Event:
 
 async def until_signal(work: Awaitable[None]) -> None:
     """Run `work` until it ends or SIGINT/SIGTERM comes; raises what it raises."""
-    stop = stop_event()
-
-    async def stopped() -> None:
-        await stop.wait()
-
-    await first_of(work, stopped())
+    await ended_before(stop_event(), work)
 
 
 async def first_of(*works: Awaitable[None]) -> None:
@@ -221,14 +216,15 @@ async def first_of(*works: Awaitable[None]) -> None:
 
 async def ended_before(stop: asyncio.Event, work: Awaitable[object]) -> bool:
     """Whether `work` ended before `stop` was set; if not it is cancelled. Raises what `work` raised."""
-    task, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
-    try:
-        await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            return False
-        task.result()
-        return True
-    finally:
-        task.cancel()
-        stopped.cancel()
-        await asyncio.gather(task, stopped, return_exceptions=True)
+    ended = False
+
+    async def whole() -> None:
+        nonlocal ended
+        await work
+        ended = True
+
+    async def stopped() -> None:
+        await stop.wait()
+
+    await first_of(whole(), stopped())
+    return ended

@@ -1,23 +1,24 @@
 """Proposals: who is ready, who waits for rows on their way, and the pass that answers them.
 
-Owns the waiting list, the standing of each proposal against its session's context, the caps, drafting ahead
-of the question, replies and their timings. Does not own the thread (engine), rows (ingest) nor trees
-(proposer).
+Owns the waiting list, the standing of each proposal against its session's context, the caps, questions asked
+ahead of their rows, drafting ahead of the question, replies and their timings. Does not own the thread
+(engine), rows (ingest) nor trees (proposer).
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 
 from draft_service.ingest import Ingest, LazyLimits
 from draft_service.metrics import DraftMetrics
 from draft_service.proposer import Ask, Proposer
 from draft_service.session import Drafted, Session, SessionTable
 from specbridge.errors import InternalError, InvalidRequest, NotReady, SpecBridgeError, Stale, mapping
-from specbridge.rounds import DraftReply, DraftResult, DraftResultKind, DraftTimings, Propose
+from specbridge.rounds import DraftReply, DraftResult, DraftResultKind, DraftTimings, Propose, SessionKey
 from specbridge.tree import EMPTY_TREE, DraftTree
 
 log = logging.getLogger(__name__)
@@ -65,11 +66,15 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Waiting:
-    """A proposal that has not been answered."""
+    """A proposal that has not been answered. ahead: asked before its rows came; arrived_ns: when they did, by
+    perf_counter_ns.
+    """
 
     batch: Batch
     propose: Propose
     deadline_s: float
+    ahead: bool = False
+    arrived_ns: int = 0
 
     @property
     def wants_nothing(self) -> bool:
@@ -107,13 +112,23 @@ class Desk:
         return len(self._waiting)
 
     def take(self, batch: Batch, proposes: Sequence[Propose]) -> None:
-        """Put proposals on the waiting list."""
+        """Put proposals on the waiting list. One asked ahead of its rows is taken back by the session's next;
+        it waits for as long as its round is verified, which only the gateway knows.
+        """
+        self._take_back({propose.session for propose in proposes})
         deadline = self._clock() + self._limits.propose_wait_s
-        self._waiting.extend(Waiting(batch, propose, deadline) for propose in proposes)
+        self._waiting.extend(
+            Waiting(batch, propose, math.inf if propose.on_arrival else deadline, propose.on_arrival)
+            for propose in proposes
+        )
+
+    def _take_back(self, sessions: Collection[SessionKey]) -> None:
+        if any(waiting.ahead for waiting in self._waiting):
+            self._waiting = [w for w in self._waiting if not (w.ahead and w.propose.session in sessions)]
 
     def next_deadline(self) -> float | None:
         """When `serve` has something to do although nothing new has come."""
-        times = [waiting.deadline_s for waiting in self._waiting]
+        times = [waiting.deadline_s for waiting in self._waiting if not waiting.ahead]
         if self._coalesce_until is not None:
             times.append(self._coalesce_until)
         return min(times, default=None)
@@ -125,6 +140,7 @@ class Desk:
 
     def forget(self, session: Session) -> None:
         self._fresh.pop(session, None)
+        self._take_back({session.key})
 
     def forget_all(self) -> None:
         self._fresh.clear()
@@ -152,14 +168,16 @@ class Desk:
                 refused.setdefault(waiting.batch, []).append(self._error_result(waiting.propose, error))
                 continue
             if session is not None:
-                ready.append((waiting, session))
+                ready.append((_on_arrival(waiting, session) if waiting.ahead else waiting, session))
             elif now < waiting.deadline_s and self._may_still_come(waiting):
                 behind.append(waiting)
             else:
                 self._not_ready(waiting)
         for batch, results in refused.items():
             batch.send(results)
-        if ready and behind:
+        # Rows of one round come together; other rounds than theirs are not waited for.
+        here = {waiting.batch for waiting, _ in ready}
+        if ready and any(not waiting.ahead or waiting.batch in here for waiting in behind):
             if self._coalesce_until is None:
                 self._coalesce_until = now + COALESCE_S
             if now < self._coalesce_until:
@@ -181,7 +199,7 @@ class Desk:
         """Draft for sessions whose rows have come and whose proposals will, in a moment. False: nothing to
         do.
         """
-        if not self._fresh or self._waiting:
+        if not self._fresh or any(not waiting.ahead for waiting in self._waiting):
             return False
         now = self._clock()
         for session in self._sessions:
@@ -212,6 +230,9 @@ class Desk:
         session = self._sessions.get(propose.session)
         if session is None:
             raise Stale(f"session {propose.session} is not open here: re-open it")
+        if propose.on_arrival:
+            starved = session.starved_at is not None
+            return None if starved or session.arrived_behind(propose.base) is None else session
         vocab = self._proposer.drafter.config.vocab_size
         if not 0 <= propose.anchor < vocab:
             raise InvalidRequest(
@@ -275,11 +296,16 @@ class Desk:
             session.latest = propose
             self._fresh.pop(session, None)
             eager, session.eager = session.eager, None
+            again = session.proposed  # asked ahead and once more, since the answer took long
             if session.sequence.length != propose.base:
                 self._not_ready(waiting)  # the append failed: no pages, or the ring was faster
                 continue
             ask = self._ask(session, propose.anchor, propose.max_nodes, propose.max_depth)
-            if eager is not None and eager.answers(ask.anchor, propose.base, ask.max_nodes, ask.max_depth):
+            wanted = ask.anchor, propose.base, ask.max_nodes, ask.max_depth
+            if again is not None and again.answers(*wanted):
+                made.append((waiting, again))
+                continue
+            if eager is not None and eager.answers(*wanted):
                 self._metrics.eager.labels("used").inc()
                 made.append((waiting, eager))
                 continue
@@ -298,13 +324,16 @@ class Desk:
         for waiting, drafted in made:
             results.setdefault(waiting.batch, []).append(self._hand_out(waiting, drafted))
         for batch, items in results.items():
+            # Of questions asked ahead the time begins with the rows: before, nobody waited for this service.
+            came = [waiting.arrived_ns for waiting, _ in ready if waiting.ahead and waiting.batch is batch]
+            received, started = (min(came), min(came)) if came else (batch.received_ns, batch.started_ns)
             timings = DraftTimings(
-                queue_ns=batch.started_ns - batch.received_ns,
-                channel_wait_ns=max(0, begun - batch.started_ns),
+                queue_ns=started - received,
+                channel_wait_ns=max(0, begun - started),
                 append_ns=appended - begun,
                 forward_ns=proposed.forward_ns,
                 tree_ns=proposed.tree_ns,
-                service_ns=time.perf_counter_ns() - batch.received_ns,
+                service_ns=time.perf_counter_ns() - received,
             )
             self._metrics.timings(timings)
             batch.send(items, timings)
@@ -321,7 +350,7 @@ class Desk:
                 drafted.base, drafted.anchor, len(tree), drafted.max_depth, tree, self._clock()
             )
             session.awaiting = True
-        return DraftResult(session.key, DraftResultKind.PROPOSED, propose.base, tree)
+        return DraftResult(session.key, DraftResultKind.PROPOSED, propose.base, tree, anchor=propose.anchor)
 
     def _ask(self, session: Session, anchor: int, max_nodes: int, max_depth: int) -> Ask:
         """What is grown for what is asked: within the drafter's horizon, the session's length and this
@@ -337,6 +366,17 @@ class Desk:
     def _error_result(self, propose: Propose, error: SpecBridgeError) -> DraftResult:
         self._metrics.proposals.labels(_label(error)).inc()
         return DraftResult(propose.session, DraftResultKind.ERROR, propose.base, error=error)
+
+
+def _on_arrival(waiting: Waiting, session: Session) -> Waiting:
+    """A question asked ahead as it would be asked now that its rows are here."""
+    propose = waiting.propose
+    if not propose.on_arrival:  # it is so already, and has waited for others
+        return waiting
+    arrived = session.arrived_behind(propose.base)
+    assert arrived is not None
+    resolved = replace(propose, base=arrived.end, anchor=arrived.anchor, on_arrival=False)
+    return replace(waiting, propose=resolved, arrived_ns=arrived.at_ns)
 
 
 def _drafted(ask: Ask, tree: DraftTree, now: float) -> Drafted:

@@ -12,6 +12,7 @@ follows.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -21,7 +22,7 @@ import torch
 from draft_service.context_cache import AppendFailures, ContextCache, NewRows
 from draft_service.metrics import DraftMetrics
 from draft_service.selfcheck import AcceptanceMonitor
-from draft_service.session import Chunk, Pending, Session, SessionTable
+from draft_service.session import Arrival, Chunk, Pending, Session, SessionTable
 from specbridge.rounds import SessionKey
 
 log = logging.getLogger(__name__)
@@ -168,6 +169,8 @@ class Ingest:
             session.eager = None
             self._metrics.eager.labels("wasted").inc()
         session.fresh_anchor = chunk.anchor if session.awaiting else None
+        if chunk.anchor is not None:
+            session.arrived = Arrival(session.end, chunk.anchor, time.perf_counter_ns())
         session.awaiting = False
         if chunk.anchor is None or chunk.count - skip > EAGER_APPEND_ROWS:
             self._urgent[session] = None

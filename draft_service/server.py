@@ -81,6 +81,7 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
             dummy_weights=loaded.dummy_weights,
             simulated_acceptance=loaded.simulated_acceptance,
             footprint=loaded.footprint,
+            on_arrival=loaded.engine.limits.eager,
         )
 
     async def GetInfo(

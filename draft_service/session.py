@@ -10,7 +10,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -75,6 +75,14 @@ class Drafted:
         return wanted == (self.anchor, self.base, self.max_depth) and max_nodes <= self.max_nodes
 
 
+class Arrival(NamedTuple):
+    """A chunk that came: the row behind its last one, the anchor there, perf_counter_ns of its coming."""
+
+    end: int
+    anchor: int
+    at_ns: int
+
+
 @dataclass(slots=True, eq=False)
 class Session:
     """Mutable state of one session.
@@ -88,6 +96,7 @@ class Session:
     proposed: the latest tree handed out, until the text that follows has been seen.
     eager: a tree grown before it was asked for; latest: the latest proposal, whose caps it goes by.
     noise: Gumbel rows by position, each used by several rounds.
+    arrived: the latest chunk that extended it and named an anchor.
     asked: somebody has looked it up since `idle_since`, when that was last found out.
     """
 
@@ -107,6 +116,7 @@ class Session:
     eager: Drafted | None = None
     latest: Propose | None = None
     noise: dict[int, torch.Tensor] = field(default_factory=dict)
+    arrived: Arrival | None = None
     asked: bool = True
     idle_since: float = 0.0
 
@@ -114,6 +124,11 @@ class Session:
     def end(self) -> int:
         """Rows that are appended or can be at once."""
         return self.sequence.length + self.pending_rows
+
+    def arrived_behind(self, base: int) -> Arrival | None:
+        """The chunk that the rows end with, if they reach beyond `base` and it names the anchor there."""
+        arrived = self.arrived
+        return arrived if arrived is not None and base < arrived.end == self.end else None
 
 
 class SessionTable:

@@ -13,10 +13,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from gateway.ahead import Ahead, DraftExchange
 from gateway.budget import Beside, BudgetPolicy, Candidate, Expected, Plan, depth_limit, fit_tree
 from gateway.generation import RoundObserver
 from gateway.limits import SchedulerLimits
-from gateway.link import DraftLink, Exchange
+from gateway.link import DraftLink
 from gateway.session import DraftStanding, Session
 from gateway.standing import Standing
 from specbridge.errors import InvalidRequest, NotReady, Stale
@@ -40,7 +41,9 @@ ASK_BLIND_EVERY = 16
 
 @dataclass(slots=True)
 class Entry:
-    """One session's part of one round; `key` and `base` as they were when it began."""
+    """One session's part of one round; `key` and `base` as they were when it began. asked: nodes the draft
+    was asked for.
+    """
 
     session: Session
     key: SessionKey
@@ -48,6 +51,7 @@ class Entry:
     max_depth: int
     tree: DraftTree = EMPTY_TREE
     defer_rows: bool = False
+    asked: int = 0
 
 
 @dataclass(slots=True)
@@ -82,7 +86,8 @@ class Drafting(Standing):
             link, policy, limits=limits, observer=observer, running=running, expected=expected, clock=clock
         )
         self._flush = flush
-        self._pending: dict[int, Exchange[DraftResult, DraftTimings]] = {}
+        self._pending: dict[int, DraftExchange] = {}
+        self._ahead = Ahead(link, limits) if link is not None else None
 
     # ---- a round ----------------------------------------------------------------------------
 
@@ -194,33 +199,36 @@ class Drafting(Standing):
         target: TargetInfo,
         causes: Counter[str],
     ) -> list[DraftTree]:
-        assert self.link is not None
+        assert self._ahead is not None
+        for entry, nodes in zip(entries, plan.nodes, strict=True):
+            entry.asked = nodes
         proposes = tuple(
-            Propose(e.key, e.base, e.session.tokens[-1], nodes, e.max_depth)
-            for e, nodes in zip(entries, plan.nodes, strict=True)
-            if nodes
+            Propose(e.key, e.base, e.session.tokens[-1], e.asked, e.max_depth) for e in entries if e.asked
         )
         phase.drafted, phase.asked = len(proposes), sum(plan.nodes)
         started = self.clock()
-        exchange = self.link.send(proposes, [p.session for p in proposes])
-        self._flush()
-        complete = await self.link.wait(exchange, self._limits.draft_timeout)
+        answers = await self._ahead.gather(proposes, self._limits.draft_timeout, meanwhile=self._flush)
         phase.wait_s = self.clock() - started
-        phase.timings = exchange.timings
-        if not complete and self.link.pending(exchange):
-            self._pending[cohort] = exchange
+        phase.timings = answers.timings
+        if answers.unanswered is not None:
+            self._pending[cohort] = answers.unanswered
         now = self.clock()
         trees: list[DraftTree] = []
         for entry, nodes in zip(entries, plan.nodes, strict=True):
             tree = EMPTY_TREE
             if nodes:
-                result = exchange.results.get(entry.key)
+                result = answers.results.get(entry.key)
                 if result is None:
-                    causes["draft_down" if exchange.failure else "draft_timeout"] += 1
+                    causes["draft_down" if answers.failure else "draft_timeout"] += 1
                 else:
                     tree = self._tree(entry, result, nodes, target=target, causes=causes, now=now)
             trees.append(tree)
         return trees
+
+    def ask_ahead(self, entries: Sequence[Entry], *, target: TargetInfo) -> None:
+        """The round is at the target: tell the draft what the next one will ask for."""
+        if self._ahead is not None:
+            self._ahead.ask(entries, block_size=self.block_size, max_length=target.max_length)
 
     def _tree(
         self,

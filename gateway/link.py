@@ -187,6 +187,10 @@ class Link(ABC, Generic[InfoT, RequestT, ReplyT, ResultT, OpenT, TimingsT, ItemT
                 handle.cancel()
         return not exchange.missing and not exchange.failure
 
+    def forget(self, exchange: Exchange[ResultT, TimingsT]) -> None:
+        """Nobody waits for it any more, and its answer may never come."""
+        self._exchanges.pop(exchange.batch_id, None)
+
     def pending(self, exchange: Exchange[ResultT, TimingsT]) -> bool:
         """Whether the service still owes results of this batch."""
         return exchange.batch_id in self._exchanges

@@ -96,6 +96,8 @@ class RoundRunner:
                     self._host.fail(session, InternalError(f"a round failed: {error}"))
 
     async def _round(self, cohort: Cohort) -> None:
+        info = self._target.info
+        assert info is not None
         asked = self._clock()
         in_use = self._cohorts.in_use
         if in_use == 1:
@@ -117,6 +119,8 @@ class RoundRunner:
         )
         for entry in entries:
             entry.session.rows_deferred = entry.defer_rows
+        if in_use == 1:  # of two cohorts each is asked for while the other is at the target
+            self._drafting.ask_ahead(entries, target=info)
         self.wake_readers()
         complete = await self._target.wait(exchange, self._limits.target_timeout)
         answered = self._clock()

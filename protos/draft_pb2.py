@@ -25,31 +25,31 @@ _sym_db = _symbol_database.Default()
 from protos import common_pb2 as protos_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12protos/draft.proto\x12\rspecbridge.v1\x1a\x13protos/common.proto\"\xa3\x03\n\tDraftInfo\x12\x12\n\ndrafter_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x1a\n\x12target_fingerprint\x18\x03 \x01(\t\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x15\n\rmask_token_id\x18\x05 \x01(\r\x12\x18\n\x10target_layer_ids\x18\x06 \x03(\r\x12\x11\n\tmax_nodes\x18\x07 \x01(\r\x12,\n\ndraft_cost\x18\x08 \x03(\x0b\x32\x18.specbridge.v1.CostPoint\x12\x19\n\x11\x63hannel_transport\x18\t \x01(\t\x12\x16\n\x0e\x63hannel_reason\x18\n \x01(\t\x12\x10\n\x08instance\x18\x0b \x01(\x0c\x12\x12\n\nvocab_size\x18\x0c \x01(\r\x12\x10\n\x08\x61ttached\x18\r \x01(\x08\x12\x15\n\rdummy_weights\x18\x0e \x01(\x08\x12\x1c\n\x14simulated_acceptance\x18\x0f \x01(\t\x12+\n\tfootprint\x18\x10 \x01(\x0b\x32\x18.specbridge.v1.Footprint\"\x9f\x01\n\x0c\x44raftRequest\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\x04\x12&\n\x04open\x18\x02 \x03(\x0b\x32\x18.specbridge.v1.DraftOpen\x12\'\n\x07propose\x18\x03 \x03(\x0b\x32\x16.specbridge.v1.Propose\x12,\n\x07release\x18\x04 \x03(\x0b\x32\x1b.specbridge.v1.DraftRelease\"\xc9\x01\n\tDraftOpen\x12*\n\x07session\x18\x01 \x01(\x0b\x32\x19.specbridge.v1.SessionKey\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12\x15\n\rprompt_length\x18\x03 \x01(\r\x12/\n\x08sampling\x18\x04 \x01(\x0b\x32\x1d.specbridge.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x05 \x01(\x0c\x12\x11\n\trecapture\x18\x06 \x01(\x08\x12\x11\n\tkv_length\x18\x07 \x01(\r\"y\n\x07Propose\x12*\n\x07session\x18\x01 \x01(\x0b\x32\x19.specbridge.v1.SessionKey\x12\x0c\n\x04\x62\x61se\x18\x02 \x01(\r\x12\x0e\n\x06\x61nchor\x18\x03 \x01(\r\x12\x11\n\tmax_nodes\x18\x04 \x01(\r\x12\x11\n\tmax_depth\x18\x05 \x01(\r\":\n\x0c\x44raftRelease\x12*\n\x07session\x18\x01 \x01(\x0b\x32\x19.specbridge.v1.SessionKey\"\xd8\x01\n\x0b\x44raftResult\x12*\n\x07session\x18\x01 \x01(\x0b\x32\x19.specbridge.v1.SessionKey\x12,\n\x04kind\x18\x02 \x01(\x0e\x32\x1e.specbridge.v1.DraftResultKind\x12\x0c\n\x04\x62\x61se\x18\x03 \x01(\r\x12&\n\x04tree\x18\x04 \x01(\x0b\x32\x18.specbridge.v1.DraftTree\x12\x14\n\x0c\x64raft_prefix\x18\x05 \x01(\r\x12#\n\x05\x65rror\x18\x06 \x01(\x0b\x32\x14.specbridge.v1.Error\"y\n\nDraftReply\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\x04\x12+\n\x07results\x18\x02 \x03(\x0b\x32\x1a.specbridge.v1.DraftResult\x12,\n\x07timings\x18\x03 \x01(\x0b\x32\x1b.specbridge.v1.DraftTimings\"\x85\x01\n\x0c\x44raftTimings\x12\x10\n\x08queue_ns\x18\x01 \x01(\x04\x12\x17\n\x0f\x63hannel_wait_ns\x18\x02 \x01(\x04\x12\x11\n\tappend_ns\x18\x03 \x01(\x04\x12\x12\n\nforward_ns\x18\x04 \x01(\x04\x12\x0f\n\x07tree_ns\x18\x05 \x01(\x04\x12\x12\n\nservice_ns\x18\x06 \x01(\x04*\xaf\x01\n\x0f\x44raftResultKind\x12!\n\x1d\x44RAFT_RESULT_KIND_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x44RAFT_RESULT_KIND_OPENED\x10\x01\x12\x1e\n\x1a\x44RAFT_RESULT_KIND_PROPOSED\x10\x02\x12\x1e\n\x1a\x44RAFT_RESULT_KIND_RELEASED\x10\x03\x12\x1b\n\x17\x44RAFT_RESULT_KIND_ERROR\x10\x04\x32\x8e\x01\n\x05\x44raft\x12?\n\x07GetInfo\x12\x1a.specbridge.v1.InfoRequest\x1a\x18.specbridge.v1.DraftInfo\x12\x44\n\x06Rounds\x12\x1b.specbridge.v1.DraftRequest\x1a\x19.specbridge.v1.DraftReply(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12protos/draft.proto\x12\rspecbridge.v1\x1a\x13protos/common.proto\"\xb7\x03\n\tDraftInfo\x12\x12\n\ndrafter_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x1a\n\x12target_fingerprint\x18\x03 \x01(\t\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x15\n\rmask_token_id\x18\x05 \x01(\r\x12\x18\n\x10target_layer_ids\x18\x06 \x03(\r\x12\x11\n\tmax_nodes\x18\x07 \x01(\r\x12,\n\ndraft_cost\x18\x08 \x03(\x0b\x32\x18.specbridge.v1.CostPoint\x12\x19\n\x11\x63hannel_transport\x18\t \x01(\t\x12\x16\n\x0e\x63hannel_reason\x18\n \x01(\t\x12\x10\n\x08instance\x18\x0b \x01(\x0c\x12\x12\n\nvocab_size\x18\x0c \x01(\r\x12\x10\n\x08\x61ttached\x18\r \x01(\x08\x12\x15\n\rdummy_weights\x18\x0e \x01(\x08\x12\x1c\n\x14simulated_acceptance\x18\x0f \x01(\t\x12+\n\tfootprint\x18\x10 \x01(\x0b\x32\x18.specbridge.v1.Footprint\x12\x12\n\non_arrival\x18\x11 \x01(\x08\"\x9f\x01\n\x0c\x44raftRequest\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\x04\x12&\n\x04open\x18\x02 \x03(\x0b\x32\x18.specbridge.v1.DraftOpen\x12\'\n\x07propose\x18\x03 \x03(\x0b\x32\x16.specbridge.v1.Propose\x12,\n\x07release\x18\x04 \x03(\x0b\x32\x1b.specbridge.v1.DraftRelease\"\xc9\x01\n\tDraftOpen\x12*\n\x07session\x18\x01 \x01(\x0b\x32\x19.specbridge.v1.SessionKey\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12\x15\n\rprompt_length\x18\x03 \x01(\r\x12/\n\x08sampling\x18\x04 \x01(\x0b\x32\x1d.specbridge.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x05 \x01(\x0c\x12\x11\n\trecapture\x18\x06 \x01(\x08\x12\x11\n\tkv_length\x18\x07 \x01(\r\"\x8d\x01\n\x07Propose\x12*\n\x07session\x18\x01 \x01(\x0b\x32\x19.specbridge.v1.SessionKey\x12\x0c\n\x04\x62\x61se\x18\x02 \x01(\r\x12\x0e\n\x06\x61nchor\x18\x03 \x01(\r\x12\x11\n\tmax_nodes\x18\x04 \x01(\r\x12\x11\n\tmax_depth\x18\x05 \x01(\r\x12\x12\n\non_arrival\x18\x06 \x01(\x08\":\n\x0c\x44raftRelease\x12*\n\x07session\x18\x01 \x01(\x0b\x32\x19.specbridge.v1.SessionKey\"\xe8\x01\n\x0b\x44raftResult\x12*\n\x07session\x18\x01 \x01(\x0b\x32\x19.specbridge.v1.SessionKey\x12,\n\x04kind\x18\x02 \x01(\x0e\x32\x1e.specbridge.v1.DraftResultKind\x12\x0c\n\x04\x62\x61se\x18\x03 \x01(\r\x12&\n\x04tree\x18\x04 \x01(\x0b\x32\x18.specbridge.v1.DraftTree\x12\x14\n\x0c\x64raft_prefix\x18\x05 \x01(\r\x12#\n\x05\x65rror\x18\x06 \x01(\x0b\x32\x14.specbridge.v1.Error\x12\x0e\n\x06\x61nchor\x18\x07 \x01(\r\"y\n\nDraftReply\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\x04\x12+\n\x07results\x18\x02 \x03(\x0b\x32\x1a.specbridge.v1.DraftResult\x12,\n\x07timings\x18\x03 \x01(\x0b\x32\x1b.specbridge.v1.DraftTimings\"\x85\x01\n\x0c\x44raftTimings\x12\x10\n\x08queue_ns\x18\x01 \x01(\x04\x12\x17\n\x0f\x63hannel_wait_ns\x18\x02 \x01(\x04\x12\x11\n\tappend_ns\x18\x03 \x01(\x04\x12\x12\n\nforward_ns\x18\x04 \x01(\x04\x12\x0f\n\x07tree_ns\x18\x05 \x01(\x04\x12\x12\n\nservice_ns\x18\x06 \x01(\x04*\xaf\x01\n\x0f\x44raftResultKind\x12!\n\x1d\x44RAFT_RESULT_KIND_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x44RAFT_RESULT_KIND_OPENED\x10\x01\x12\x1e\n\x1a\x44RAFT_RESULT_KIND_PROPOSED\x10\x02\x12\x1e\n\x1a\x44RAFT_RESULT_KIND_RELEASED\x10\x03\x12\x1b\n\x17\x44RAFT_RESULT_KIND_ERROR\x10\x04\x32\x8e\x01\n\x05\x44raft\x12?\n\x07GetInfo\x12\x1a.specbridge.v1.InfoRequest\x1a\x18.specbridge.v1.DraftInfo\x12\x44\n\x06Rounds\x12\x1b.specbridge.v1.DraftRequest\x1a\x19.specbridge.v1.DraftReply(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.draft_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DRAFTRESULTKIND']._serialized_start=1508
-  _globals['_DRAFTRESULTKIND']._serialized_end=1683
+  _globals['_DRAFTRESULTKIND']._serialized_start=1565
+  _globals['_DRAFTRESULTKIND']._serialized_end=1740
   _globals['_DRAFTINFO']._serialized_start=59
-  _globals['_DRAFTINFO']._serialized_end=478
-  _globals['_DRAFTREQUEST']._serialized_start=481
-  _globals['_DRAFTREQUEST']._serialized_end=640
-  _globals['_DRAFTOPEN']._serialized_start=643
-  _globals['_DRAFTOPEN']._serialized_end=844
-  _globals['_PROPOSE']._serialized_start=846
-  _globals['_PROPOSE']._serialized_end=967
-  _globals['_DRAFTRELEASE']._serialized_start=969
-  _globals['_DRAFTRELEASE']._serialized_end=1027
-  _globals['_DRAFTRESULT']._serialized_start=1030
-  _globals['_DRAFTRESULT']._serialized_end=1246
-  _globals['_DRAFTREPLY']._serialized_start=1248
-  _globals['_DRAFTREPLY']._serialized_end=1369
-  _globals['_DRAFTTIMINGS']._serialized_start=1372
-  _globals['_DRAFTTIMINGS']._serialized_end=1505
-  _globals['_DRAFT']._serialized_start=1686
-  _globals['_DRAFT']._serialized_end=1828
+  _globals['_DRAFTINFO']._serialized_end=498
+  _globals['_DRAFTREQUEST']._serialized_start=501
+  _globals['_DRAFTREQUEST']._serialized_end=660
+  _globals['_DRAFTOPEN']._serialized_start=663
+  _globals['_DRAFTOPEN']._serialized_end=864
+  _globals['_PROPOSE']._serialized_start=867
+  _globals['_PROPOSE']._serialized_end=1008
+  _globals['_DRAFTRELEASE']._serialized_start=1010
+  _globals['_DRAFTRELEASE']._serialized_end=1068
+  _globals['_DRAFTRESULT']._serialized_start=1071
+  _globals['_DRAFTRESULT']._serialized_end=1303
+  _globals['_DRAFTREPLY']._serialized_start=1305
+  _globals['_DRAFTREPLY']._serialized_end=1426
+  _globals['_DRAFTTIMINGS']._serialized_start=1429
+  _globals['_DRAFTTIMINGS']._serialized_end=1562
+  _globals['_DRAFT']._serialized_start=1743
+  _globals['_DRAFT']._serialized_end=1885
 # @@protoc_insertion_point(module_scope)

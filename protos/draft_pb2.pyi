@@ -22,7 +22,7 @@ DRAFT_RESULT_KIND_RELEASED: DraftResultKind
 DRAFT_RESULT_KIND_ERROR: DraftResultKind
 
 class DraftInfo(_message.Message):
-    __slots__ = ("drafter_id", "fingerprint", "target_fingerprint", "block_size", "mask_token_id", "target_layer_ids", "max_nodes", "draft_cost", "channel_transport", "channel_reason", "instance", "vocab_size", "attached", "dummy_weights", "simulated_acceptance", "footprint")
+    __slots__ = ("drafter_id", "fingerprint", "target_fingerprint", "block_size", "mask_token_id", "target_layer_ids", "max_nodes", "draft_cost", "channel_transport", "channel_reason", "instance", "vocab_size", "attached", "dummy_weights", "simulated_acceptance", "footprint", "on_arrival")
     DRAFTER_ID_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     TARGET_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +39,7 @@ class DraftInfo(_message.Message):
     DUMMY_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     SIMULATED_ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
     FOOTPRINT_FIELD_NUMBER: _ClassVar[int]
+    ON_ARRIVAL_FIELD_NUMBER: _ClassVar[int]
     drafter_id: str
     fingerprint: str
     target_fingerprint: str
@@ -55,7 +56,8 @@ class DraftInfo(_message.Message):
     dummy_weights: bool
     simulated_acceptance: str
     footprint: _common_pb2.Footprint
-    def __init__(self, drafter_id: _Optional[str] = ..., fingerprint: _Optional[str] = ..., target_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., mask_token_id: _Optional[int] = ..., target_layer_ids: _Optional[_Iterable[int]] = ..., max_nodes: _Optional[int] = ..., draft_cost: _Optional[_Iterable[_Union[_common_pb2.CostPoint, _Mapping]]] = ..., channel_transport: _Optional[str] = ..., channel_reason: _Optional[str] = ..., instance: _Optional[bytes] = ..., vocab_size: _Optional[int] = ..., attached: _Optional[bool] = ..., dummy_weights: _Optional[bool] = ..., simulated_acceptance: _Optional[str] = ..., footprint: _Optional[_Union[_common_pb2.Footprint, _Mapping]] = ...) -> None: ...
+    on_arrival: bool
+    def __init__(self, drafter_id: _Optional[str] = ..., fingerprint: _Optional[str] = ..., target_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., mask_token_id: _Optional[int] = ..., target_layer_ids: _Optional[_Iterable[int]] = ..., max_nodes: _Optional[int] = ..., draft_cost: _Optional[_Iterable[_Union[_common_pb2.CostPoint, _Mapping]]] = ..., channel_transport: _Optional[str] = ..., channel_reason: _Optional[str] = ..., instance: _Optional[bytes] = ..., vocab_size: _Optional[int] = ..., attached: _Optional[bool] = ..., dummy_weights: _Optional[bool] = ..., simulated_acceptance: _Optional[str] = ..., footprint: _Optional[_Union[_common_pb2.Footprint, _Mapping]] = ..., on_arrival: _Optional[bool] = ...) -> None: ...
 
 class DraftRequest(_message.Message):
     __slots__ = ("batch_id", "open", "propose", "release")
@@ -88,18 +90,20 @@ class DraftOpen(_message.Message):
     def __init__(self, session: _Optional[_Union[_common_pb2.SessionKey, _Mapping]] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., recapture: _Optional[bool] = ..., kv_length: _Optional[int] = ...) -> None: ...
 
 class Propose(_message.Message):
-    __slots__ = ("session", "base", "anchor", "max_nodes", "max_depth")
+    __slots__ = ("session", "base", "anchor", "max_nodes", "max_depth", "on_arrival")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
     ANCHOR_FIELD_NUMBER: _ClassVar[int]
     MAX_NODES_FIELD_NUMBER: _ClassVar[int]
     MAX_DEPTH_FIELD_NUMBER: _ClassVar[int]
+    ON_ARRIVAL_FIELD_NUMBER: _ClassVar[int]
     session: _common_pb2.SessionKey
     base: int
     anchor: int
     max_nodes: int
     max_depth: int
-    def __init__(self, session: _Optional[_Union[_common_pb2.SessionKey, _Mapping]] = ..., base: _Optional[int] = ..., anchor: _Optional[int] = ..., max_nodes: _Optional[int] = ..., max_depth: _Optional[int] = ...) -> None: ...
+    on_arrival: bool
+    def __init__(self, session: _Optional[_Union[_common_pb2.SessionKey, _Mapping]] = ..., base: _Optional[int] = ..., anchor: _Optional[int] = ..., max_nodes: _Optional[int] = ..., max_depth: _Optional[int] = ..., on_arrival: _Optional[bool] = ...) -> None: ...
 
 class DraftRelease(_message.Message):
     __slots__ = ("session",)
@@ -108,20 +112,22 @@ class DraftRelease(_message.Message):
     def __init__(self, session: _Optional[_Union[_common_pb2.SessionKey, _Mapping]] = ...) -> None: ...
 
 class DraftResult(_message.Message):
-    __slots__ = ("session", "kind", "base", "tree", "draft_prefix", "error")
+    __slots__ = ("session", "kind", "base", "tree", "draft_prefix", "error", "anchor")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
     TREE_FIELD_NUMBER: _ClassVar[int]
     DRAFT_PREFIX_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    ANCHOR_FIELD_NUMBER: _ClassVar[int]
     session: _common_pb2.SessionKey
     kind: DraftResultKind
     base: int
     tree: _common_pb2.DraftTree
     draft_prefix: int
     error: _common_pb2.Error
-    def __init__(self, session: _Optional[_Union[_common_pb2.SessionKey, _Mapping]] = ..., kind: _Optional[_Union[DraftResultKind, str]] = ..., base: _Optional[int] = ..., tree: _Optional[_Union[_common_pb2.DraftTree, _Mapping]] = ..., draft_prefix: _Optional[int] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
+    anchor: int
+    def __init__(self, session: _Optional[_Union[_common_pb2.SessionKey, _Mapping]] = ..., kind: _Optional[_Union[DraftResultKind, str]] = ..., base: _Optional[int] = ..., tree: _Optional[_Union[_common_pb2.DraftTree, _Mapping]] = ..., draft_prefix: _Optional[int] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., anchor: _Optional[int] = ...) -> None: ...
 
 class DraftReply(_message.Message):
     __slots__ = ("batch_id", "results", "timings")

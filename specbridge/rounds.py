@@ -306,6 +306,7 @@ class DraftInfo:
     dummy_weights: bool = False
     simulated_acceptance: str = ""
     footprint: Footprint = Footprint()
+    on_arrival: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,11 +322,14 @@ class DraftOpen:
 
 @dataclass(frozen=True, slots=True)
 class Propose:
+    """on_arrival: asked while the round of `base` is verified, answered for where its rows end."""
+
     session: SessionKey
     base: int
     anchor: int
     max_nodes: int
     max_depth: int
+    on_arrival: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,6 +359,7 @@ class DraftResult:
     tree: DraftTree = EMPTY_TREE
     draft_prefix: int = 0
     error: SpecBridgeError | None = None
+    anchor: int = 0
 
 
 @dataclass(frozen=True, slots=True)

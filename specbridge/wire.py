@@ -271,7 +271,7 @@ def target_reply_from_pb(pb: target_pb2.TargetReply) -> r.TargetReply:
 _DRAFT_INFO_PLAIN = (
     "drafter_id", "fingerprint", "target_fingerprint", "block_size", "mask_token_id", "max_nodes",
     "vocab_size", "instance", "channel_transport", "channel_reason", "attached", "dummy_weights",
-    "simulated_acceptance",
+    "simulated_acceptance", "on_arrival",
 )  # fmt: skip
 
 
@@ -315,6 +315,7 @@ def draft_request_to_pb(request: r.DraftRequest) -> draft_pb2.DraftRequest:
                 "anchor": p.anchor,
                 "max_nodes": p.max_nodes,
                 "max_depth": p.max_depth,
+                "on_arrival": p.on_arrival,
             }
             for p in request.proposes
         ],
@@ -338,7 +339,8 @@ def draft_request_from_pb(pb: draft_pb2.DraftRequest) -> r.DraftRequest:
             for o in pb.open
         ),
         proposes=tuple(
-            r.Propose(key_from_pb(p.session), p.base, p.anchor, p.max_nodes, p.max_depth) for p in pb.propose
+            r.Propose(key_from_pb(p.session), p.base, p.anchor, p.max_nodes, p.max_depth, p.on_arrival)
+            for p in pb.propose
         ),
         releases=tuple(key_from_pb(release.session) for release in pb.release),
     )
@@ -351,6 +353,7 @@ def _draft_result_fields(result: r.DraftResult) -> Fields:
         "base": result.base,
         "tree": _tree_fields(result.tree),
         "draft_prefix": result.draft_prefix,
+        "anchor": result.anchor,
     }
     if result.error is not None:
         fields["error"] = error_to_pb(result.error)
@@ -371,6 +374,7 @@ def _draft_result_from_pb(pb: draft_pb2.DraftResult) -> r.DraftResult:
         _tree_from_pb(pb.tree),
         pb.draft_prefix,
         error_from_pb(pb.error) if pb.HasField("error") else None,
+        pb.anchor,
     )
 
 

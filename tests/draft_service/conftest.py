@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_drafters import HIDDEN, TARGET_CONFIG, VOCAB, Built, random_drafter, write
+from draft_bench import Bench
+from tiny_drafters import HIDDEN, TARGET_CONFIG, VOCAB, Built, layout, random_drafter, write
 
 from draft_service.drafter import Drafter
 from draft_service.drafter_config import TargetFacts
@@ -57,3 +58,19 @@ def build(tmp_path: Path) -> Callable[..., Built]:
         return Built(drafter, parsed, tensors, embedding, head, draft_folder, target_folder)
 
     return make
+
+
+@pytest.fixture
+def bench(build: Callable[..., Any]) -> Iterator[Callable[..., Bench]]:
+    made: list[Bench] = []
+
+    def make(**options: Any) -> Bench:
+        made.append(Bench(build(layout("z-lab"), dtype=torch.float32), **options))
+        return made[-1]
+
+    yield make
+    for item in made:
+        item.engine.close()
+        item.cache.pool.check()
+        assert item.cache.pool.used_pages == 0
+        assert item.count("defects_total") == 0

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
-import torch
 from draft_bench import PATIENCE_S, Bench, FakeInfo, key, same, text
-from tiny_drafters import VOCAB, layout
+from tiny_drafters import VOCAB
 
 from draft_service.ingest import LazyLimits
 from draft_service.selfcheck import AcceptanceMonitor
@@ -18,22 +16,6 @@ from specbridge.errors import CapacityError, InvalidRequest, NotReady, Stale, Un
 from specbridge.rounds import DraftOpen, DraftResultKind, Propose, SamplingParams, SessionKey
 
 Make = Callable[..., Bench]
-
-
-@pytest.fixture
-def bench(build: Callable[..., Any]) -> Iterator[Make]:
-    made: list[Bench] = []
-
-    def make(**options: Any) -> Bench:
-        made.append(Bench(build(layout("z-lab"), dtype=torch.float32), **options))
-        return made[-1]
-
-    yield make
-    for item in made:
-        item.engine.close()
-        item.cache.pool.check()
-        assert item.cache.pool.used_pages == 0
-        assert item.count("defects_total") == 0
 
 
 def test_trees_of_a_growing_session_equal_the_slow_road(bench: Make) -> None:

@@ -191,7 +191,8 @@ class Overlap(FakeDraft):
     beside = 0
 
     def _handle(self, request: Any, epoch: int) -> None:
-        if request.proposes and self.target is not None and self.target.in_flight:
+        asked_now = any(not p.on_arrival for p in request.proposes)
+        if asked_now and self.target is not None and self.target.in_flight:
             self.beside += 1
         super()._handle(request, epoch)
 

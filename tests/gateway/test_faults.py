@@ -417,7 +417,7 @@ def test_target_comes_back_while_the_draft_is_at_work() -> None:
 
     async def body(scheduler: Scheduler) -> None:
         task = asyncio.create_task(check_texts(scheduler, requests(1, max_tokens=120)))
-        while draft.in_flight == 0 or len(observer.rounds) < 2:
+        while not draft.at_work or len(observer.rounds) < 2:
             await asyncio.sleep(0)
         draft.delay = 0.0
         target.break_stream(back_after=0.0)

@@ -14,7 +14,7 @@ import random
 import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specbridge.errors import CapacityError, NotReady, SpecBridgeError, Stale, Unavailable
@@ -312,7 +312,8 @@ class FakeTarget(_Service):
     def _publish(self, session: _TargetSession, first: int, count: int) -> None:
         session.published = first + count
         if self.draft is not None and session.speculate:
-            self.draft.rows(session.key, first, session.tokens[first : first + count])
+            rows, anchor = session.tokens[first : first + count], session.tokens[first + count]
+            self.draft.rows(session.key, first, rows, anchor)
 
     def recapture(self, key: SessionKey) -> list[int] | None:
         """Committed tokens of a session for a draft that lacks them."""
@@ -379,15 +380,27 @@ class _DraftSession:
     key: SessionKey
     seed: int
     context: list[int] = field(default_factory=list)
+    anchor: int | None = None
 
 
 class FakeDraft(_Service):
     """A draft. `drafter` grows the trees; `script(propose)` may return an error instead."""
 
     def __init__(
-        self, drafter: Drafter, *, delay: float = 0.0, block_size: int = 8, max_nodes: int = 64
+        self,
+        drafter: Drafter,
+        *,
+        delay: float = 0.0,
+        block_size: int = 8,
+        max_nodes: int = 64,
+        on_arrival: bool = True,
     ) -> None:
         super().__init__(delay=delay)
+        self.on_arrival = on_arrival
+        self.ahead: dict[tuple[bytes, int], tuple[Propose, int, int]] = {}
+        self.asked_ahead = 0
+        self.answered_ahead = 0
+        self.passes_ahead = 0
         self.drafter = drafter
         self.block_size = block_size
         self.max_nodes = max_nodes
@@ -408,27 +421,59 @@ class FakeDraft(_Service):
             drafter_id="fake", fingerprint="fake-draft", block_size=self.block_size, mask_token_id=1,
             target_layer_ids=(0,), max_nodes=self.max_nodes, vocab_size=self.vocab_size,
             instance=self.instance, target_fingerprint=self.target_fingerprint, attached=True,
+            on_arrival=self.on_arrival,
         )  # fmt: skip
 
     def forget(self) -> None:
         self.sessions.clear()
+        self.ahead.clear()
         self.in_flight = 0
 
-    def rows(self, key: SessionKey, first: int, tokens: Sequence[int]) -> None:
+    def rows(self, key: SessionKey, first: int, tokens: Sequence[int], anchor: int) -> None:
         """The channel: rows of committed tokens arrive, perhaps late."""
+        arrives = self._rows, key, first, list(tokens), anchor
         if self.channel_delay:
-            asyncio.get_running_loop().call_later(self.channel_delay, self._rows, key, first, list(tokens))
+            asyncio.get_running_loop().call_later(self.channel_delay, *arrives)
         else:
-            self._rows(key, first, tokens)
+            self._rows(key, first, tokens, anchor)
 
-    def _rows(self, key: SessionKey, first: int, tokens: Sequence[int]) -> None:
-        session = self.sessions.get((key.gateway, key.number))
-        if session is not None and session.key == key and first <= len(session.context):
-            session.context[first:] = tokens
+    def _rows(self, key: SessionKey, first: int, tokens: Sequence[int], anchor: int | None = None) -> None:
+        place = (key.gateway, key.number)
+        session = self.sessions.get(place)
+        if session is None or session.key != key or first > len(session.context):
+            return
+        session.context[first:] = tokens
+        session.anchor = anchor
+        self._arrived(place)
+
+    def _arrived(self, place: tuple[bytes, int]) -> None:
+        """Answer a question asked ahead once its rows are here, after the time that a pass takes."""
+        session = self.sessions.get(place)
+        question = self.ahead.get(place)
+        if session is None or question is None or session.anchor is None:
+            return
+        propose, batch_id, epoch = question
+        if len(session.context) <= propose.base or self.hang:
+            return
+        del self.ahead[place]
+        self.passes_ahead += 1
+        resolved = replace(propose, base=len(session.context), anchor=session.anchor)
+        asyncio.get_running_loop().call_later(self.delay, self._answer_ahead, resolved, batch_id, epoch)
+
+    @property
+    def at_work(self) -> bool:
+        return self.in_flight > 0 or self.passes_ahead > 0
+
+    def _answer_ahead(self, propose: Propose, batch_id: int, epoch: int) -> None:
+        self.passes_ahead -= 1
+        if self.alive and epoch == self._epoch:
+            self.answered_ahead += 1
+            timings = DraftTimings(service_ns=int(self.delay * 1e9) + 1)
+            self._reply(DraftReply(batch_id, (self._propose(propose),), timings), epoch)
 
     def send(self, request: DraftRequest) -> None:
         super().send(request)
-        if request.proposes:
+        if any(not p.on_arrival for p in request.proposes):
             self.in_flight += 1
             self.most_in_flight = max(self.most_in_flight, self.in_flight)
 
@@ -440,14 +485,23 @@ class FakeDraft(_Service):
             session = self.sessions.get((key.gateway, key.number))
             if session is not None and session.key.incarnation <= key.incarnation:
                 del self.sessions[key.gateway, key.number]
+                self.ahead.pop((key.gateway, key.number), None)
             self._reply(DraftReply(request.batch_id, (DraftResult(key, DraftResultKind.RELEASED),)), epoch)
         for item in request.opens:
             self._open(item, request.batch_id, epoch)
-        if request.proposes:
+        for item in request.proposes:
+            place = (item.session.gateway, item.session.number)
+            self.ahead.pop(place, None)
+            if item.on_arrival:
+                self.asked_ahead += 1
+                self.ahead[place] = item, request.batch_id, epoch
+                self._arrived(place)
+        asked = [p for p in request.proposes if not p.on_arrival]
+        if asked:
             if self.hang:
                 return
             self.in_flight -= 1
-            results = tuple(self._propose(p) for p in request.proposes)
+            results = tuple(self._propose(p) for p in asked)
             timings = DraftTimings(service_ns=int(self.delay * 1e9) + 1)
             self._reply(DraftReply(request.batch_id, results, timings), epoch)
 
@@ -486,7 +540,7 @@ class FakeDraft(_Service):
         if error is not None or session is None:
             return DraftResult(key, DraftResultKind.ERROR, base=item.base, error=error)
         tree = self.drafter([*session.context, item.anchor], session.seed, item.max_nodes, item.max_depth)
-        return DraftResult(key, DraftResultKind.PROPOSED, base=item.base, tree=tree)
+        return DraftResult(key, DraftResultKind.PROPOSED, base=item.base, tree=tree, anchor=item.anchor)
 
 
 # ---- drafters -------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ def many(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ...]]
 
 
 verify = st.builds(r.Verify, keys, u32, trees, st.booleans())
-propose = st.builds(r.Propose, keys, u32, u32, u32, u32)
+propose = st.builds(r.Propose, keys, u32, u32, u32, u32, st.booleans())
 salt = st.binary(max_size=9)
 priorities = st.integers(-(2**31), 2**31 - 1)
 target_open = st.builds(
@@ -85,7 +85,7 @@ target_result = st.builds(
     logprobs=many(logprobs),
 )
 draft_result = st.builds(
-    r.DraftResult, keys, st.sampled_from(r.DraftResultKind), u32, trees, u32, st.none() | problems
+    r.DraftResult, keys, st.sampled_from(r.DraftResultKind), u32, trees, u32, st.none() | problems, u32
 )
 target_timings = st.builds(r.TargetTimings, u64, u64, u64, u32, u32, u64)
 draft_timings = st.builds(r.DraftTimings, u64, u64, u64, u64, u64, u64)
@@ -133,6 +133,7 @@ draft_info = st.builds(
     dummy_weights=st.booleans(),
     simulated_acceptance=text,
     footprint=footprint,
+    on_arrival=st.booleans(),
 )
 target_request = st.builds(
     r.TargetRequest,

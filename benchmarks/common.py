@@ -107,6 +107,13 @@ def report(
         out.write_text(json.dumps(body, indent=1) + "\n")
 
 
+def model_name(url: str) -> str:
+    """The name that the stack at `url` serves its model under."""
+    import httpx
+
+    return str(httpx.get(f"{url}/v1/models", timeout=10.0).json()["data"][0]["id"])
+
+
 def synthetic(url: str) -> dict[str, Any]:
     """What the stack at `url` says is not real: `dummy_weights`, `simulated_acceptance`; {} if all is."""
     import httpx

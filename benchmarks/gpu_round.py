@@ -6,10 +6,11 @@
 
 Parts, each by itself with --parts: floor (what must be read, the products alone), target (plain and verify
 steps, with CUDA graphs and without), draft (block pass, tree, appends), channel (the hand-off), loop (rounds
-by the models' passes alone, in one process), stack (rounds through the real gateway). A part that fails or
-runs out of time says so; the others go on, and the file is written after each. Rates are measured in the same
-run; a floor is bytes that must be read once, over the copy rate (bytes read + bytes written of a large copy).
---config: dummy weights, times are those of the shape; loop and stack then simulate acceptance.
+by the models' passes alone, in one process), stack (rounds through the real gateway); and only if it is named
+prefill (prompts of --context tokens, by chunks). A part that fails or runs out of time says so; the others go
+on, and the file is written after each. Rates are measured in the same run; a floor is bytes that must be
+read once, over the copy rate (bytes read + bytes written of a large copy). --config: dummy weights, times are
+those of the shape; loop and stack then simulate acceptance.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import ROOT, arguments, provenance
-from benchmarks.gpu import channel, draft, floor, loop, stack, target
+from benchmarks.gpu import channel, draft, floor, loop, prefill, stack, target
 from benchmarks.gpu.clock import Budget, gpu_facts, measure_rates, release
 from benchmarks.gpu.setup import Part, Setup, Stage
 from draft_service.config import DraftSettings
@@ -42,6 +43,8 @@ from specbridge.models import resolve_target
 from target_service.model.config import ModelConfig
 
 PARTS = ("floor", "target", "draft", "channel", "loop", "stack")
+ASKED = ("prefill",)
+"""Parts that run only if --parts names them."""
 ARMS = ("plain", "chain", "tree")
 STAGES = ("stage", "floor ms", "measured ms", "lost ms", "of plain step")
 
@@ -64,6 +67,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--no-eager", action="store_true", help="leave out what runs without CUDA graphs")
     made.add_argument("--kv-tokens", type=int, default=1 << 18, help="context tokens of all sessions")
     made.add_argument("--max-rows", type=int, default=4224, help="rows of one step")
+    made.add_argument("--chunks", type=int, nargs="+", default=[1024, 2048], help="of prefill, rows")
     made.add_argument("--hand-offs", type=int, default=1000, help="of the channel")
     made.add_argument("--arms", default=",".join(ARMS), help="of the stack, by comma")
     made.add_argument("--max-tokens", type=int, default=256, help="that a stream or the loop generates")
@@ -149,12 +153,15 @@ def parts_of(args: argparse.Namespace) -> dict[str, Callable[[Setup], Part]]:
             loop.measure, model=args.model, simulate=simulate, max_tokens=args.max_tokens, texts=args.texts
         ),
         "stack": partial(stack.measure, options=options),
+        "prefill": partial(prefill.measure, chunks=tuple(args.chunks)),
     }
     wanted = [name for name in args.parts.split(",") if name]
     unknown = sorted({*wanted} - {*known}) or sorted({*options.arms} - {*ARMS})
     if unknown:
-        raise ValueError(f"{unknown[0]!r} is unknown: parts are {', '.join(PARTS)}, arms {', '.join(ARMS)}")
-    return {name: known[name] for name in PARTS if name in wanted}
+        raise ValueError(
+            f"{unknown[0]!r} is unknown: parts are {', '.join((*PARTS, *ASKED))}, arms {', '.join(ARMS)}"
+        )
+    return {name: known[name] for name in (*PARTS, *ASKED) if name in wanted}
 
 
 def closing(found: Mapping[str, Part]) -> Part:

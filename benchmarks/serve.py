@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import json
 import os
 import shlex
 import signal
@@ -31,7 +30,7 @@ import uvloop
 
 from benchmarks import common
 from benchmarks.load import picture
-from benchmarks.load.arms import Arm, Server, assign, opened, order, parse_arm
+from benchmarks.load.arms import Arm, Server, assign, opened, order, parse_arm, parse_extra
 from benchmarks.load.figures import (
     LATENCIES,
     RATES,
@@ -46,8 +45,7 @@ from benchmarks.load.figures import (
 from benchmarks.load.http import StreamClient
 from benchmarks.load.loops import Load, Turn, run_turn
 from benchmarks.load.request import Style, perform
-from benchmarks.load.work import ByteTokens, FileTokens, Planner, Prompts, Tokens, load_texts, parse_mix
-from specbridge import models
+from benchmarks.load.work import Planner, Prompts, load_texts, parse_mix, tokens_of
 from specbridge.errors import ConfigError
 
 DEFAULT_ARMS = ("plain", "tree")
@@ -82,11 +80,15 @@ def arguments() -> argparse.ArgumentParser:
     )
     load.add_argument("--rates", type=float, nargs="+", help="open loop: Poisson arrivals a second")
     load.add_argument(
-        "--requests", type=int, default=0,
-        help="of one turn (default: 4 a stream, at least 16; 30 s of arrivals, at least 16)",
+        "--requests", type=int, nargs="+", default=[], metavar="N",
+        help="of one turn; several: of each load point (default: 4 a stream, at least 16; 30 s of arrivals, "
+        "at least 16)",
     )  # fmt: skip
     load.add_argument("--repeats", type=int, default=3, help="measured turns of an arm at a load point")
     load.add_argument("--warmup", type=int, default=1, help="turns before them that do not count")
+    load.add_argument(
+        "--short-warmup", action="store_true", help="in a closed loop one request a stream warms up"
+    )
     load.add_argument("--prompts", nargs="+", default=list(common.SETS), help="sets or JSON-lines files")
     load.add_argument(
         "--input-tokens", nargs="+", default=[], metavar="N[:SHARE]",
@@ -105,7 +107,9 @@ def arguments() -> argparse.ArgumentParser:
     load.add_argument("--temperature", type=float, default=0.0)
     load.add_argument("--seed", type=int, default=0, help="of lengths, arrivals, marks and requests' seeds")
     load.add_argument("--ignore-eos", action="store_true", help="send ignore_eos, for outputs of full length")
-    load.add_argument("--extra-body", default="{}", metavar="JSON", help="fields added to every request")
+    load.add_argument(
+        "--extra-body", action="append", default=[], metavar="[ARM=]JSON", help="fields added to requests"
+    )
     load.add_argument(
         "--timeout", type=float, default=120.0, help="seconds without an event that end a request"
     )
@@ -131,27 +135,26 @@ class Campaign:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.loads = _loads(args)
-        for name, least in (("repeats", 1), ("warmup", 0), ("requests", 0), ("retry", 0)):
+        for name, least in (("repeats", 1), ("warmup", 0), ("retry", 0)):
             if getattr(args, name) < least:
                 raise ConfigError(f"--{name} {getattr(args, name)} is below {least}; raise it")
+        self.counts = _counts(args.requests, self.loads)
         if not args.timeout > 0:
             raise ConfigError(f"--timeout {args.timeout:g} must be above 0 seconds")
-        most = max(load.streams for load in self.loads)
-        if 0 < args.requests < most:
-            raise ConfigError(
-                f"--requests {args.requests} is below --streams {most}: so many would never run at a time; "
-                "raise it"
-            )
         self.arms = _arms(args, max(load.streams or 64 for load in self.loads))
         self.goals = parse_goals(args.goodput)
-        self.style = Style(
-            chat=not args.completions,
-            temperature=args.temperature,
-            ignore_eos=args.ignore_eos,
-            extra=_extra(args.extra_body),
-        )
+        extra = parse_extra(args.extra_body, [arm.name for arm in self.arms])
+        self.styles = {
+            name: Style(
+                chat=not args.completions,
+                temperature=args.temperature,
+                ignore_eos=args.ignore_eos,
+                extra=fields,
+            )
+            for name, fields in extra.items()
+        }
         self.planner = Planner(
-            prompts=Prompts(load_texts(args.prompts), partial(_tokenizer, args.tokenizer)),
+            prompts=Prompts(load_texts(args.prompts), partial(tokens_of, args.tokenizer)),
             outputs=parse_mix(args.output_tokens, "--output-tokens"),
             inputs=parse_mix(args.input_tokens, "--input-tokens") if args.input_tokens else None,
             seed=args.seed,
@@ -185,7 +188,9 @@ class Campaign:
 
     def _turn(self, server: Server, load: Load, repeat: int) -> None:
         self.synthetic |= server.synthetic
-        count = self.args.requests or max(16, load.streams * 4, round(load.rate * 30))
+        count = self.counts[load]
+        if repeat < 1 and self.args.short_warmup and load.streams:
+            count = load.streams
         name = f"{load} {repeat}"
         asks = self.planner.plan(name, count)
         due = self.planner.arrivals(name, load.rate, count) if load.rate else []
@@ -194,7 +199,7 @@ class Campaign:
 
         async def measure() -> None:
             async with StreamClient(server.url, headers=server.arm.headers) as client:
-                await run_turn(turn, asks, partial(self._send, client, server.model), due)
+                await run_turn(turn, asks, partial(self._send, client, server), due)
 
         gc.collect()
         gc.freeze()  # what lives now need not be looked through again, least of all while times are taken
@@ -202,10 +207,10 @@ class Campaign:
             runner.run(measure())
         _say(turn)
 
-    async def _send(self, client: StreamClient, model: str, ask: Any, due: float) -> Any:
-        args = self.args
+    async def _send(self, client: StreamClient, server: Server, ask: Any, due: float) -> Any:
+        args, style = self.args, self.styles[server.arm.name]
         return await perform(
-            client, ask, self.style, model, due=due, timeout_s=args.timeout, retries=args.retry
+            client, ask, style, server.model, due=due, timeout_s=args.timeout, retries=args.retry
         )
 
     def figures(self) -> list[Figures]:
@@ -243,20 +248,23 @@ def _arms(args: argparse.Namespace, most_streams: int) -> list[Arm]:
     ]
 
 
-def _extra(text: str) -> dict[str, Any]:
-    try:
-        extra = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"--extra-body {text!r} is no JSON: {error}") from None
-    if not isinstance(extra, dict):
-        raise ConfigError(f"--extra-body {text!r} must be a JSON object")
-    return extra
-
-
-def _tokenizer(place: str) -> Tokens:
-    if place == "bytes":
-        return ByteTokens()
-    return FileTokens(Path(place).expanduser() if place else models.resolve_target(models.DEFAULT_TARGET))
+def _counts(given: Sequence[int], loads: Sequence[Load]) -> dict[Load, int]:
+    """Requests of a measured turn at each load point."""
+    if len(given) not in (0, 1, len(loads)):
+        raise ConfigError(f"--requests has {len(given)} numbers for {len(loads)} load points; give one each")
+    numbers = [*given] * len(loads) if len(given) == 1 else [*given] or [0] * len(loads)
+    for load, number in zip(loads, numbers, strict=True):
+        if number < 0:
+            raise ConfigError(f"--requests {number} is below 0; raise it")
+        if 0 < number < load.streams:
+            raise ConfigError(
+                f"--requests {number} is below --streams {load.streams}: so many would never run at a time; "
+                "raise it"
+            )
+    return {
+        load: number or max(16, load.streams * 4, round(load.rate * 30))
+        for load, number in zip(loads, numbers, strict=True)
+    }
 
 
 def _say(turn: Turn) -> None:

@@ -49,6 +49,7 @@ class TargetMetrics:
         self.prefix_queries = counter("prefix_query_tokens_total", "Tokens that were prefilled or found")
         self.prefix_hits = counter("prefix_hit_tokens_total", "Tokens taken from cached pages")
         self.prefill_rows = counter("prefill_rows_total", "Prompt rows run")
+        self.prefill_chunks = counter("prefill_chunks_total", "Prompt chunks run")
         self.verify_rows = counter("verify_rows_total", "Verify rows run, anchors included")
         self.context_rows = counter(
             "context_rows_total", "Committed rows that verify passes attended to, a session's once a pass"

@@ -98,6 +98,7 @@ class Stepper:
         self._metrics.commit_time.observe((done - forwarded) / 1e9)
         self._metrics.step_rows.observe(rows)
         self._metrics.prefill_rows.inc(prefill_rows)
+        self._metrics.prefill_chunks.inc(len(plan.prefills))
         self._metrics.padding_rows.inc(built.padding)
         self._metrics.context_rows.inc(output.context_rows)
         self._metrics.context_rows_read.inc(output.context_rows_read)

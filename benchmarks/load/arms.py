@@ -6,6 +6,7 @@ OpenAI-compatible server. Does not own the load (loops.py).
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -121,6 +122,26 @@ def assign(arms: Sequence[Arm], words: Sequence[str], flag: str) -> dict[str, st
     for word in sorted(words, key=lambda word: word.partition("=")[0] in servers):
         name, _, value = word.partition("=")
         found |= {name: value} if name in servers else dict.fromkeys(servers, word)
+    return found
+
+
+def parse_extra(words: Sequence[str], arms: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """`JSON` (for every arm) or `ARM=JSON` words -> fields by arm's name, an arm's own winning.
+
+    words: of --extra-body. Raises ConfigError.
+    """
+    found: dict[str, dict[str, Any]] = {name: {} for name in arms}
+    for word in sorted(words, key=lambda word: word.partition("=")[0] in found):
+        name, _, rest = word.partition("=")
+        text = rest if name in found else word
+        try:
+            fields = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"--extra-body {word!r} is no JSON: {error}") from None
+        if not isinstance(fields, dict):
+            raise ConfigError(f"--extra-body {word!r} must be a JSON object")
+        for arm in [name] if name in found else arms:
+            found[arm] |= fields
     return found
 
 

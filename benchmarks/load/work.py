@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from benchmarks import common
+from specbridge import models
 from specbridge.errors import ConfigError
 
 Mix = tuple[tuple[int, float], ...]
@@ -66,6 +67,13 @@ class FileTokens:
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+def tokens_of(place: str) -> Tokens:
+    """What --tokenizer names: `bytes`, a folder or file; empty: the built-in model's. Raises ConfigError."""
+    if place == "bytes":
+        return ByteTokens()
+    return FileTokens(Path(place).expanduser() if place else models.resolve_target(models.DEFAULT_TARGET))
 
 
 def parse_mix(words: Sequence[str], flag: str) -> Mix:

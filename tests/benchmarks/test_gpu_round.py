@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import gpu_round
 from benchmarks.draft_pass import load
-from benchmarks.gpu import floor, stack, target
+from benchmarks.gpu import floor, prefill, stack, target
 from benchmarks.gpu.clock import Budget
 from benchmarks.gpu.loop import Loop
 from benchmarks.gpu.setup import Case, Part, Setup, Stage
@@ -124,6 +124,36 @@ def test_a_part_that_fails_is_told_of_and_the_others_go_on(
 def test_without_time_a_part_is_left_out(setup: Setup) -> None:
     part = floor.measure(replace(setup, budget=Budget(0.0)))
     assert part.tables["products alone"][1] == [] and "want of time" in part.notes[0]
+
+
+def test_a_prompt_is_run_in_chunks_and_counted_once(tiny: Path, setup: Setup) -> None:
+    part = prefill.measure(replace(setup, contexts=(40,)), chunks=(16, 64))
+    header, rows = part.tables["prefill"]
+    row = dict(zip(header, rows[0], strict=True))
+    assert len(rows) == 1 and (row["prompt"], row["chunk"]) == (40, 16)
+    assert row["of floor"] == pytest.approx(row["s"] / row["floor s"]) and row["last chunk ms"] > 0
+    assert part.notes == ["40 by 64: too short, or left out for want of time"]
+    pieces = [prefill.flops(setup.config, first, min(16, 40 - first)) for first in range(0, 40, 16)]
+    whole = prefill.flops(setup.config, 0, 40)
+    assert sum(pieces) == pytest.approx(whole)
+    per_row = 2 * sum(out * inner for out, inner in floor.matrix_shapes(setup.config)) * 3
+    assert whole - 40 * per_row == 4 * 3 * 4 * 16 * 40 * 41 / 2  # layers, heads, width, pairs
+    assert prefill.flops(setup.config, 0, 40, head_rows=1) - whole == 2 * 320 * 64
+
+
+def test_a_prompts_steps_are_one_prefill(tiny: Path) -> None:
+    sizes = {"num_pages": 4, "max_rows": 64, "load_format": "dummy", "dtype": "float32", "device": "cpu"}
+    chosen = []
+    for chunk in (16, 40):
+        with load_runner(tiny, **sizes) as runner:
+            steps = prefill.Prompt(runner, 40, chunk, captured=False).steps()
+            chosen.append([runner.run(step).choices for step in steps][-1])
+    assert len(chosen[0]) == 1 and chosen[0] == chosen[1]
+
+
+def test_prefill_runs_only_if_it_is_named(tiny: Path) -> None:
+    assert "prefill" not in gpu_round.parts_of(parsed(tiny))
+    assert [*gpu_round.parts_of(parsed(tiny, "--parts prefill,floor"))] == ["floor", "prefill"]
 
 
 def test_bytes_are_those_of_the_weights(tiny: Path, setup: Setup) -> None:

@@ -313,6 +313,22 @@ def test_a_run_from_arguments_to_report_and_picture(
     assert len(body["turns"][0]["outcomes"]) == 4 and body["ended"] == ""
 
 
+def test_load_points_have_counts_and_arms_have_fields_of_their_own(server: Scripted, tmp_path: Path) -> None:
+    words = [
+        "--arm", f"one={server.url}", "--arm", f"two={server.url}", "--streams", "1", "3",
+        "--requests", "2", "5", "--repeats", "1", "--warmup", "1", "--short-warmup",
+        "--extra-body", '{"top_k": 3, "user": "all"}', "--extra-body", 'two={"top_k": 7}',
+        "--out", str(tmp_path / "r.json"),
+    ]  # fmt: skip
+    server.bodies.clear()
+    assert serve.main(words) == 0
+    turns = json.loads((tmp_path / "r.json").read_text())["turns"]
+    counts = {(t["streams"], t["repeat"] > 0, t["requests"]) for t in turns}
+    assert counts == {(1, False, 1), (1, True, 2), (3, False, 3), (3, True, 5)}
+    assert [b["top_k"] for b in server.bodies].count(7) == 11 == len(server.bodies) // 2
+    assert {b["user"] for b in server.bodies} == {"all"}
+
+
 def test_an_interrupted_run_reports_what_it_has(
     server: Scripted, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -400,6 +416,9 @@ def test_a_stack_that_does_not_start_leaves_what_was_measured(
         (["--timeout", "0"], "--timeout 0"),
         (["--streams", "4", "8", "--requests", "7"], "--requests 7"),
         (["--extra-body", "[1]"], "[1]"),
+        (["--extra-body", "plain={"], "plain={"),
+        (["--streams", "4", "8", "--requests", "8", "8", "8"], "3 numbers for 2 load points"),
+        (["--streams", "4", "8", "--requests", "8", "7"], "--requests 7"),
         (["--arms", "plain", "plain"], "'plain'"),
         (["--plot", "x.bmp"], "x.bmp"),
         (["--arm", "x=http://127.0.0.1:1", "--streams", "1"], "127.0.0.1:1"),

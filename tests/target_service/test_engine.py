@@ -336,6 +336,7 @@ def test_metrics_reconcile_with_what_was_delivered(start: Start) -> None:
     assert value("specbridge_target_tokens_total") == 40
     assert value("specbridge_target_accepted_tokens_total") == got.accepted
     assert value("specbridge_target_prefill_rows_total") == len(PROMPT) + len(PROMPT) - 32
+    assert value("specbridge_target_prefill_chunks_total") == 3 + 1
     assert value("specbridge_target_prefix_hit_tokens_total") == 32
     assert value("specbridge_target_prefix_query_tokens_total") == 2 * len(PROMPT)
     assert value("specbridge_target_kv_pages_capacity") == TOY_LIMITS.num_pages

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.simulation.costs import Curve
@@ -54,6 +55,8 @@ class _Session:
     eager: Ahead | None = None
     recapture_at: float | None = None
     behind_since: float | None = None
+    anchored_end: int = 0
+    arrived: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,8 @@ class _Waiting:
     batch: _Batch
     propose: Propose
     deadline: float
+    ahead: bool = False
+    arrived: float = 0.0
 
 
 class SimDraft(Service[DraftRequest]):
@@ -106,7 +111,7 @@ class SimDraft(Service[DraftRequest]):
             drafter_id=costs.name, fingerprint="simulated", block_size=costs.block_size, mask_token_id=0,
             target_layer_ids=(), max_nodes=costs.max_tree_nodes, vocab_size=VOCAB, instance=self._instance,
             draft_cost=costs.draft_points(), attached=True,
-            simulated_acceptance=self.world.drafter.acceptance.name,
+            simulated_acceptance=self.world.drafter.acceptance.name, on_arrival=self._eager,
         )  # fmt: skip
 
     def sessions_of(self, message: Any) -> int:
@@ -131,6 +136,8 @@ class SimDraft(Service[DraftRequest]):
         session.end = first + count
         session.eager = None
         session.fresh = anchored and session.awaiting
+        if anchored:
+            session.anchored_end, session.arrived = session.end, self.world.now()
         session.awaiting = False
         session.urgent = session.urgent or not anchored or fresh_rows > EAGER_APPEND_ROWS
         if self._eager and session.fresh:
@@ -152,7 +159,7 @@ class SimDraft(Service[DraftRequest]):
                 await self._sleep()
 
     async def _sleep(self) -> None:
-        times = [waiting.deadline for waiting in self._waiting]
+        times = [waiting.deadline for waiting in self._waiting if not waiting.ahead]
         times += [s.since + self._lazy.age_s for s in self._sessions.values() if s.end > s.length]
         if self._coalesce_until is not None:
             times.append(self._coalesce_until)
@@ -169,13 +176,21 @@ class SimDraft(Service[DraftRequest]):
                     await self._append_rows([session], "close")
                 del self._sessions[key.gateway, key.number]
                 self._fresh.pop(session, None)
+                self._take_back({key})
             results.append(DraftResult(key, DraftResultKind.RELEASED))
         results += [self._open(item) for item in request.opens]
         if results:
             self.answer(DraftReply(request.batch_id, tuple(results)))
         batch = _Batch(request.batch_id, received)
         deadline = self.world.now() + self.world.costs.propose_wait_ms / 1e3
-        self._waiting += [_Waiting(batch, propose, deadline) for propose in request.proposes]
+        self._take_back({propose.session for propose in request.proposes})
+        self._waiting += [
+            _Waiting(batch, propose, math.inf if propose.on_arrival else deadline, propose.on_arrival)
+            for propose in request.proposes
+        ]
+
+    def _take_back(self, keys: set[SessionKey]) -> None:
+        self._waiting = [w for w in self._waiting if not (w.ahead and w.propose.session in keys)]
 
     def _open(self, item: DraftOpen) -> DraftResult:
         session = _Session(item.session, self.world.texts[item.sampling.seed])
@@ -201,7 +216,13 @@ class SimDraft(Service[DraftRequest]):
         for waiting in self._waiting:
             key, base = waiting.propose.session, waiting.propose.base
             session = self._sessions.get((key.gateway, key.number))
-            if session is None or session.key != key or base < session.end:
+            if session is not None and session.key == key and waiting.propose.on_arrival:
+                if session.anchored_end == session.end > base:
+                    here = replace(waiting.propose, base=session.end, on_arrival=False)
+                    ready.append((replace(waiting, propose=here, arrived=session.arrived), session))
+                else:
+                    behind.append(waiting)
+            elif session is None or session.key != key or base < session.end:
                 self._refuse(waiting, Stale(f"base {base} of {key}"))
             elif base == session.end:
                 ready.append((waiting, session))
@@ -209,7 +230,8 @@ class SimDraft(Service[DraftRequest]):
                 behind.append(waiting)
             else:
                 self._not_ready(waiting, session)
-        if ready and behind:
+        here_too = {waiting.batch for waiting, _ in ready}
+        if ready and any(not waiting.ahead or waiting.batch in here_too for waiting in behind):
             if self._coalesce_until is None:
                 self._coalesce_until = now + COALESCE_S
             if now < self._coalesce_until:
@@ -257,14 +279,19 @@ class SimDraft(Service[DraftRequest]):
         for waiting, session, tree in made:
             session.fresh, session.behind_since = False, None
             session.awaiting, session.proposed_at = session.awaiting or bool(tree), now
-            result = DraftResult(session.key, DraftResultKind.PROPOSED, waiting.propose.base, tree)
+            base = waiting.propose.base
+            result = DraftResult(
+                session.key, DraftResultKind.PROPOSED, base, tree, anchor=session.text.token(base)
+            )
             results.setdefault(waiting.batch, []).append(result)
         for batch, items in results.items():
+            came = [waiting.arrived for waiting, _ in ready if waiting.ahead and waiting.batch is batch]
+            received = min(came, default=batch.received)
             timings = DraftTimings(
-                queue_ns=round(1e9 * (begun - batch.received)),
+                queue_ns=0 if came else round(1e9 * (begun - received)),
                 append_ns=round(1e9 * append_s),
                 forward_ns=round(1e9 * forward_s),
-                service_ns=max(1, round(1e9 * (now - batch.received))),
+                service_ns=max(1, round(1e9 * (now - received))),
             )
             self.answer(DraftReply(batch.batch_id, tuple(items), timings))
 
@@ -278,7 +305,7 @@ class SimDraft(Service[DraftRequest]):
 
     async def _draft_ahead(self) -> bool:
         """Draft for sessions whose rows have come, unless others of their round are still at the target."""
-        if not self._fresh or self._waiting:
+        if not self._fresh or any(not waiting.ahead for waiting in self._waiting):
             return False
         now = self.world.now()
         if any(s.awaiting and now - s.proposed_at < AWAIT_S for s in self._sessions.values()):

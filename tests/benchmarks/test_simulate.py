@@ -83,13 +83,15 @@ def test_what_the_messages_and_the_gateway_take_is_added_once_each(drafter: Draf
     assert [1e3 * r.total_s for r in trees] == pytest.approx([V + 1.0 + D + 2 * exchange] * len(trees))
 
 
-def test_drafting_ahead_hides_what_the_messages_take(drafter: Drafter) -> None:
-    costs = replace(FREE, hop_ms=2.0)
+@pytest.mark.parametrize("draft", [D, 0.5])
+def test_asking_ahead_hides_what_the_question_takes(drafter: Drafter, draft: float) -> None:
+    costs = replace(FREE, hop_ms=2.0, draft=((1, 256, draft), (64, 256, draft)))
     outcome = simulate(costs, drafter, Policy("tree 6"), load(1, 1, output=300))
-    # The rows are there 4 ms before the question: they went the short way.
+    # A verify there and a tree back: the answer, and the question, are not waited for.
     usual = [1e3 * r.total_s for r in outcome.rounds if r.nodes][1:-6]
-    assert usual == pytest.approx([V + D + 8.0 - 4.0] * len(usual))
-    assert outcome.draft_passes["used ahead"] >= len(usual)
+    assert usual == pytest.approx([V + draft + 8.0 - 4.0] * len(usual))
+    assert outcome.draft_passes["asked"] >= len(usual) > 20
+    assert outcome.draft_passes["ahead"] == 0
 
 
 @pytest.mark.parametrize(("sessions", "nodes", "draft"), [(8, 3, 2.0), (8, 3, 8.0)])

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from draft_service.bigrams import Bigrams
+from draft_service.host_marginals import Best, best_tokens
 from kernels.conditional_tree import (
     Steps,
     Weights,
@@ -36,7 +37,7 @@ from kernels.conditional_tree import (
     steps_of,
 )
 from kernels.marginals import top_candidates
-from kernels.topk import places_of, sort_keys, top_entries
+from kernels.topk import places_of, sort_keys
 from specbridge.rounds import GREEDY_BELOW
 from specbridge.tree import DraftTree
 
@@ -95,8 +96,8 @@ class Conditioner:
     def host_tree(
         self,
         logits: torch.Tensor,
-        log_probs: torch.Tensor,
         temperature: float,
+        noise: Sequence[torch.Tensor] | None = None,
         *,
         budget: int,
         top_k: int | None = None,
@@ -104,22 +105,51 @@ class Conditioner:
     ) -> DraftTree:
         """One session's tree of at most `budget` nodes, as deep as there are rows.
 
-        logits, log_probs: fp32 [depths, columns] on the CPU: before, and after temperature and noise.
-        top_k: most children of a node. head_ids: int64 [columns], the columns' tokens; None: their numbers.
+        logits: fp32 [depths, columns] on the CPU, before temperature. noise: the target's own of these rows,
+        fp32 [columns] each. Greedy (T < 1e-5) takes neither. top_k: most children of a node. head_ids: int64
+        [columns], the columns' tokens; None: their numbers.
         """
         if self._host is None:
             raise ValueError(
                 f"the table is on {self._table.keys.device}; trees of the host need it on the CPU"
             )
-        best, columns = top_entries(log_probs, min(WIDTH, log_probs.shape[-1]), nonpositive=True)
-        ids = columns.numpy() if head_ids is None else head_ids.numpy()[columns.numpy()]
-        beliefs = logits.gather(-1, columns)
-        if temperature >= GREEDY_BELOW:
-            beliefs = beliefs / temperature
-        rows = _HostRows(self._host, self._weights, best.numpy(), beliefs.numpy(), ids)
-        most = min(ids.shape[1], top_k or budget)
-        tree = best_first(rows.row, ids.tolist(), budget=budget, depths=len(ids), most=most)
+        tokens = None if head_ids is None else head_ids.numpy()
+        greedy = temperature < GREEDY_BELOW
+        marginals = _Marginals(
+            logits.numpy(),
+            1.0 if greedy else temperature,
+            None if greedy or noise is None else [row.numpy() for row in noise],
+            tokens,
+        )
+        rows = _HostRows(self._host, self._weights, marginals)
+        most = min(logits.shape[1], WIDTH, top_k or budget)
+        tree = best_first(rows.row, marginals.names, budget=budget, depths=len(logits), most=most)
         return DraftTree(tuple(tree.tokens), tuple(tree.parents), tuple(tree.scores))
+
+
+class _Marginals:
+    """Candidates of each depth, from those rows of logits that a tree asks for: a tree of a few nodes rarely
+    has a node of each depth that it may have.
+    """
+
+    def __init__(
+        self, logits: np.ndarray, heat: float, noise: list[np.ndarray] | None, tokens: np.ndarray | None
+    ) -> None:
+        self._logits, self._heat, self._noise, self._tokens = logits, heat, noise, tokens
+        self.names: list[list[int]] = []
+        """Tokens of each depth's candidates, of the depths asked for so far."""
+        self._found: list[tuple[Best, np.ndarray]] = []
+
+    def __call__(self, d: int) -> tuple[Best, np.ndarray]:
+        """Candidates of depth d + 1 and their tokens, int64."""
+        while len(self._found) <= d:
+            at = len(self._found)
+            noise = None if self._noise is None else self._noise[at]
+            best = best_tokens(self._logits[at], WIDTH, heat=self._heat, noise=noise)
+            ids = best.columns if self._tokens is None else self._tokens[best.columns]
+            self._found.append((best, ids))
+            self.names.append(ids.tolist())
+        return self._found[d]
 
 
 class _HostTable:
@@ -127,32 +157,38 @@ class _HostTable:
 
     def __init__(self, bigrams: Bigrams) -> None:
         table = bigrams.table
-        self._keys, self._found = table.keys.numpy(), table.counts.numpy()
+        keys, self._found = table.keys.numpy(), table.counts.numpy()
         self._vocab = table.vocab_size
+        # Half the bytes, where they do, to miss the caches with.
+        self._keys = keys.astype(np.uint32) if self._vocab**2 <= 1 << 32 else keys
         self.shares = table.shares.numpy()
         self.weights = table.totals.numpy() + np.float32(table.prior)
 
     def counts(self, before: np.ndarray, after: np.ndarray) -> np.ndarray:
         """before, after int64 [I], [J] -> fp32 [I, J]: how often after followed before."""
-        wanted = (before[:, None] * self._vocab + after).ravel()
-        at = np.searchsorted(self._keys, wanted)
+        # In ascending order, neighbours are looked for in the same places.
+        rows, columns = np.argsort(before), np.argsort(after)
+        wanted = (before[rows, None] * self._vocab + after[columns]).ravel().astype(self._keys.dtype)
+        at = self._keys.searchsorted(wanted)
         np.minimum(at, len(self._keys) - 1, out=at)
-        return (self._found[at] * (self._keys[at] == wanted)).reshape(len(before), -1)
+        known = (self._keys[at] == wanted).nonzero()[0]
+        sorted_counts = np.zeros(len(wanted), np.float32)
+        sorted_counts[known] = self._found[at[known]]
+        found = np.empty((len(before), len(after)), np.float32)
+        found[rows[:, None], columns] = sorted_counts.reshape(found.shape)
+        return found
 
 
 class _HostRows:
-    """kernels.conditional_tree.steps_of of one session, row by row; log_probs, beliefs, ids: [depths, width].
+    """kernels.conditional_tree.steps_of of one session, row by row.
 
-    In a row u is the same: the denominator of p(v|u) changes nothing about its log_softmax.
+    In a row u is the same: the denominator of p(v|u) changes nothing about its log_softmax, nor does what all
+    candidates' scores have in common.
     """
 
-    def __init__(
-        self, table: _HostTable, weights: Weights, log_probs: np.ndarray, beliefs: np.ndarray, ids: np.ndarray
-    ) -> None:
-        self._table, self._ids = table, ids
+    def __init__(self, table: _HostTable, weights: Weights, marginals: _Marginals) -> None:
+        self._table, self._marginals = table, marginals
         self._noise, self._pairs = weights.noise.numpy(), weights.pairs.numpy()
-        self._log_probs = log_probs
-        self._beliefs = np.where(log_probs > -math.inf, beliefs, np.float32(-math.inf))
         self._shared: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
 
     def row(self, depth: int, place: int) -> np.ndarray:
@@ -166,28 +202,25 @@ class _HostRows:
         return _log_softmax(base + self._pairs[depth - 1] * np.log(counts[place] + shares))
 
     def _base(self, d: int) -> np.ndarray:
-        log_probs, beliefs, b = self._log_probs[d], self._beliefs[d], self._noise[d]
-        there = beliefs > -math.inf
-        mixed = b * np.where(there, log_probs, 0) + (1 - b) * np.where(there, beliefs, 0)
-        return np.where(there, mixed, np.float32(-math.inf))
+        best, _ = self._marginals(d)
+        b = self._noise[d]
+        return best.scores if b == 1.0 else b * best.scores + (1 - b) * best.beliefs
 
     def _of_depth(self, d: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """What rows have in common [width]; counts [width, width] and shares [width], for each row."""
-        before, after = self._ids[d - 1], self._ids[d]
+        (above, before), (_, after) = self._marginals(d - 1), self._marginals(d)
         counts, shares = self._table.counts(before, after), self._table.shares[after]
-        beliefs = self._beliefs[d - 1]
-        sure = np.exp(beliefs - beliefs.max())
+        sure = np.exp(above.beliefs - above.beliefs.max())
         sure /= sure.sum() * self._table.weights[before]
         average = sure @ counts + sure.sum() * shares
         return self._base(d) - self._pairs[d] * np.log(np.maximum(average, np.float32(1e-30))), counts, shares
 
 
 def _log_softmax(scores: np.ndarray) -> np.ndarray:
-    """fp32; of a row with nothing possible: -inf."""
-    best = scores.max()
-    if not best > -math.inf:
-        return np.full(len(scores), -math.inf, np.float32)
-    shifted = scores - best
+    """fp32, of finite scores, of which there may be none."""
+    if not len(scores):
+        return scores
+    shifted = scores - scores.max()
     return shifted - np.log(np.exp(shifted).sum())
 
 

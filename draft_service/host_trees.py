@@ -19,7 +19,7 @@ from draft_service.conditional_tree import Conditioner
 from draft_service.drafter import Drafter
 from draft_service.session import Session
 from draft_service.simulation import Simulation
-from draft_service.tree import build_trees_from_logits, noisy_log_probs
+from draft_service.tree import build_trees_from_logits
 from kernels.philox import Columns, gumbel_noise, gumbel_noise_of
 from specbridge.tree import DraftTree
 
@@ -137,9 +137,9 @@ class HostTrees:
             self._trimmed[rows] = self._drafter.trimmed(rows)
         return self._trimmed[rows]
 
-    def noise(self, session: Session, depth: int) -> torch.Tensor | None:
-        """The target's own noise for the tokens at positions base + 1 .. base + depth: fp32 [depth, columns
-        of `logits`].
+    def noise(self, session: Session, depth: int) -> list[torch.Tensor] | None:
+        """The target's own noise for the tokens at positions base + 1 .. base + depth: fp32 [columns of
+        `logits`] each.
 
         A round commits fewer positions than it drafts, so most rows serve again in the next round.
         """
@@ -159,11 +159,11 @@ class HostTrees:
                 else gumbel_noise_of(self._columns, *drawn)
             )
             kept.update(zip(missing, rows, strict=True))
-        return torch.stack([kept[p] for p in range(base + 1, base + depth + 1)])
+        return [kept[p] for p in range(base + 1, base + depth + 1)]
 
     def _build(self, logits: torch.Tensor, asks: Sequence[Ask]) -> list[DraftTree]:
         temperatures: list[float] | None = None
-        noise: list[torch.Tensor | None] | None = None
+        noise: list[list[torch.Tensor] | None] | None = None
         if self._simulation is None and self._shared_noise:
             temperatures = [ask.session.sampling.temperature for ask in asks]
             noise = [self.noise(ask.session, logits.shape[1]) for ask in asks]
@@ -179,7 +179,7 @@ class HostTrees:
             max_depths=[ask.max_depth for ask in asks],
             top_k=self.top_k,
             temperatures=temperatures,
-            noise=noise,
+            noise=None if noise is None else [None if rows is None else torch.stack(rows) for rows in noise],
         )
         ids = self._drafter.head_ids
         if ids is None or logits.shape[2] == self._drafter.config.vocab_size:
@@ -195,22 +195,17 @@ class HostTrees:
         logits: torch.Tensor,
         asks: Sequence[Ask],
         temperatures: list[float] | None,
-        noise: list[torch.Tensor | None] | None,
+        noise: list[list[torch.Tensor] | None] | None,
     ) -> list[DraftTree]:
         """`_build` where nodes know the token before theirs."""
-        trees = []
-        for i, (row, ask) in enumerate(zip(logits, asks, strict=True)):
-            row = row[: min(ask.max_depth, ask.max_nodes)]
-            temperature = temperatures[i] if temperatures is not None else 0.0
-            drawn = noise[i] if noise is not None else None
-            scores = noisy_log_probs(row, temperature, None if drawn is None else drawn[: len(row)])
-            tree = conditioner.host_tree(
-                row,
-                scores,
-                temperature,
+        return [
+            conditioner.host_tree(
+                row[: min(ask.max_depth, ask.max_nodes)],
+                0.0 if temperatures is None else temperatures[i],
+                None if noise is None else noise[i],
                 budget=ask.max_nodes,
                 top_k=self.top_k,
                 head_ids=self._drafter.head_ids,
             )
-            trees.append(tree)
-        return trees
+            for i, (row, ask) in enumerate(zip(logits, asks, strict=True))
+        ]

@@ -184,8 +184,8 @@ def best_first(
     """The best `budget` prefixes of one session, by a heap.
 
     row(depth, place): step scores fp32 [width] of the candidates of `depth` below candidate `place` of the
-    depth before (0 for the anchor); asked for nodes that get children only. ids: of each depth's candidates.
-    most: children of a node.
+    depth before (0 for the anchor); asked for nodes that get children only. ids: of each depth's candidates,
+    read after the depth's first row. most: children of a node.
     """
     tree = TreeLists([], [], [])
     # -score, depth, parent, turn; then what siblings have in common: places and scores, both by turn.
@@ -200,7 +200,7 @@ def best_first(
             best = np.argsort(-steps, kind="stable")[:most]
             found = orders[depth, place] = best.tolist(), steps[best]
         scores = (np.float32(above) + found[1]).tolist()
-        if scores[0] > -math.inf:
+        if scores and scores[0] > -math.inf:
             heapq.heappush(frontier, (-scores[0], depth, parent, 0, found[0], scores))
 
     if budget > 0 and depths > 0:

@@ -13,7 +13,7 @@ logarithms are the device's own fp32 functions. Does not own how tokens are chos
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -88,14 +88,18 @@ class Columns:
     def __init__(self, ids: torch.Tensor) -> None:
         tokens = ids.cpu().numpy()
         blocks, places = np.unique(tokens // 4, return_inverse=True)
-        self.blocks = blocks.astype(np.uint64)
-        self.words = torch.from_numpy(places * 4 + tokens % 4)
+        self.products = _products(blocks.astype(np.uint64))
+        self.words = tokens % 4 * len(blocks) + places
+        """Where a row's [4, blocks] have each token's word."""
 
 
 def gumbel_noise_of(columns: Columns, seeds: Ints, positions: Ints, choices: Ints) -> torch.Tensor:
     """`gumbel_noise` of these tokens alone, on the CPU: fp32 [n, columns]."""
-    words = _words(*_rows(seeds, positions, choices), columns.blocks)
-    return _to_gumbel(words.index_select(1, columns.words))
+    drawn = _rows(seeds, positions, choices)
+    words = np.empty((len(drawn[0]), len(columns.words)), np.float32)
+    for out, found in zip(words, _philox_rows(*drawn, columns.products), strict=True):
+        out[:] = found.reshape(-1).take(columns.words)
+    return _to_gumbel(torch.from_numpy(words))
 
 
 def _rows(seeds: Ints, positions: Ints, choices: Ints) -> tuple[list[int], list[int], list[int]]:
@@ -113,8 +117,9 @@ def _ints(values: Ints) -> list[int]:
 
 def _to_gumbel(words: torch.Tensor) -> torch.Tensor:
     """fp32(h) in, g out; in place."""
-    words.add_(0.5).mul_(_SCALE).clamp_(max=_LARGEST)
-    return words.neg_().log1p_().neg_().log_().neg_()
+    # Of -w, so that it needs no pass of its own.
+    words.add_(0.5).mul_(-_SCALE).clamp_(min=-_LARGEST)
+    return words.log1p_().neg_().log_().neg_()
 
 
 def _gumbel_torch(
@@ -153,37 +158,61 @@ def _gumbel_cpu(
 def _words(seeds: list[int], positions: list[int], choices: list[int], blocks: np.ndarray) -> torch.Tensor:
     """fp32 [n, 4 * blocks]: the words of each row's blocks."""
     words = np.empty((len(seeds), len(blocks), 4), np.float32)
-    scratch = np.empty((6, len(blocks)), np.uint64)
-    for out, seed, position, choice in zip(words, seeds, positions, choices, strict=True):
-        _philox_row(seed, position, choice, blocks, out, scratch)
+    for out, found in zip(words, _philox_rows(seeds, positions, choices, _products(blocks)), strict=True):
+        for i, word in enumerate(found):
+            out[:, i] = word
     return torch.from_numpy(words).flatten(1)
 
 
-def _philox_row(
-    seed: int, position: int, choice: int, blocks: np.ndarray, out: np.ndarray, scratch: np.ndarray
-) -> None:
-    """Words of one row's `blocks`, uint64, as fp32 into `out` [blocks, 4]. `scratch` is uint64 [6, blocks].
+def _products(blocks: np.ndarray) -> np.ndarray:
+    """uint64 [2, blocks]: the high and the low words of the first round's products, the same for all rows."""
+    product = blocks * np.uint64(_M0)
+    return np.stack((product >> np.uint64(32), product & np.uint64(_MASK)))
 
-    numpy, in place, on one row at a time: half the time of torch's int64 arithmetic, and it stays in L2.
+
+def _philox_rows(
+    seeds: list[int], positions: list[int], choices: list[int], products: np.ndarray
+) -> Iterator[np.ndarray]:
+    """The words of each row's blocks, int64 [4, blocks], each overwritten by the next.
+
+    numpy, in place, on one row at a time: half the time of torch's int64 arithmetic, and it stays in L2. Only
+    one word of the counter is a block's own, so most of the first three rounds is arithmetic of single
+    numbers; the calls' number and size is all that counts here.
     """
+    high, low = products
+    scratch = np.empty((6, len(high)), np.uint64)
     c0, c1, c2, c3, p0, p1 = scratch
-    c0[:] = blocks
-    c1.fill(position & _MASK)
-    c2.fill(choice & _MASK)
-    c3.fill(0)
-    k0, k1 = seed & _MASK, (seed >> 32) & _MASK
-    for _ in range(10):
-        np.multiply(c0, _M0, out=p0)
-        np.multiply(c2, _M1, out=p1)
-        np.right_shift(p1, 32, out=c0)
-        np.bitwise_xor(c0, c1, out=c0)
-        np.bitwise_xor(c0, k0, out=c0)
-        np.right_shift(p0, 32, out=c2)
-        np.bitwise_xor(c2, c3, out=c2)
-        np.bitwise_xor(c2, k1, out=c2)
-        np.bitwise_and(p1, _MASK, out=c1)
-        np.bitwise_and(p0, _MASK, out=c3)
-        k0, k1 = (k0 + _W0) & _MASK, (k1 + _W1) & _MASK
+    m0, m1, mask, half = np.uint64(_M0), np.uint64(_M1), np.uint64(_MASK), np.uint64(32)
     # Every word is below 2^32, so the signed view is equal and converts to fp32 in one instruction.
-    for i, word in enumerate((c0, c1, c2, c3)):
-        out[:, i] = word.view(np.int64)
+    words = scratch[:4].view(np.int64)
+    for seed, position, choice in zip(seeds, positions, choices, strict=True):
+        keys = [((seed + i * _W0) & _MASK, ((seed >> 32) + i * _W1) & _MASK) for i in range(10)]
+        # Round 1: c1 and c2 are the row's, c3 is 0. Afterwards c0 and c1 are the row's.
+        k0, k1 = keys[0]
+        np.bitwise_xor(high, np.uint64(k1), out=c2)
+        product = (choice & _MASK) * _M1
+        first, second = (product >> 32) ^ (position & _MASK) ^ k0, product & _MASK
+        # Round 2: c3 is `low`. Afterwards c3 is the row's.
+        k0, k1 = keys[1]
+        product = first * _M0
+        np.multiply(c2, m1, out=p1)
+        np.right_shift(p1, half, out=c0)
+        np.bitwise_xor(c0, np.uint64(second ^ k0), out=c0)
+        np.bitwise_xor(low, np.uint64((product >> 32) ^ k1), out=c2)
+        np.bitwise_and(p1, mask, out=c1)
+        fourth = product & _MASK
+        for i, (k0, k1) in enumerate(keys[2:]):
+            np.multiply(c0, m0, out=p0)
+            np.multiply(c2, m1, out=p1)
+            np.right_shift(p1, half, out=c0)
+            np.bitwise_xor(c0, c1, out=c0)
+            np.bitwise_xor(c0, np.uint64(k0), out=c0)
+            np.right_shift(p0, half, out=c2)
+            if i:
+                np.bitwise_xor(c2, c3, out=c2)
+                np.bitwise_xor(c2, np.uint64(k1), out=c2)
+            else:
+                np.bitwise_xor(c2, np.uint64(fourth ^ k1), out=c2)
+            np.bitwise_and(p1, mask, out=c1)
+            np.bitwise_and(p0, mask, out=c3)
+        yield words

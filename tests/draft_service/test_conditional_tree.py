@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,12 +13,14 @@ import torch
 
 from draft_service.bigrams import FILE, PRIOR, Bigrams, Pairs, read_bigrams, write_bigrams
 from draft_service.conditional_tree import WIDTH as CANDIDATES
-from draft_service.conditional_tree import Conditioner, Conditioning, grow_levels
+from draft_service.conditional_tree import Conditioner, Conditioning, _HostTable, grow_levels
+from draft_service.host_marginals import best_tokens
 from draft_service.training.pairs import count_pairs
 from draft_service.training.shards import Manifest, Shards, ShardWriter
-from draft_service.tree import build_tree_heap, noisy_log_probs
+from draft_service.tree import build_tree_heap
 from kernels.conditional_tree import Steps, pack_conditional_trees
 from kernels.conditional_tree import conditional as probabilities
+from kernels.philox import gumbel_noise
 from kernels.topk import top_entries
 from kernels.tree import unpack_trees
 from specbridge.errors import ConfigError
@@ -175,8 +178,8 @@ def test_trees_served_on_the_host_are_those_of_the_rule(reduced: bool, temperatu
     own = None if noise is None else noise[:, columns]
     tree = Conditioner(Bigrams(pairs, "cpu"), DEPTHS).host_tree(
         logits[:, columns],
-        noisy_log_probs(logits[:, columns], temperature, own),
         temperature,
+        None if own is None else list(own),
         budget=20,
         head_ids=kept if reduced else None,
     )
@@ -198,7 +201,7 @@ def test_without_conditioning_it_is_the_tree_of_marginals() -> None:
     generator = torch.Generator().manual_seed(4)
     scores = (torch.randn(DEPTHS, CANDIDATES, generator=generator) * 3).log_softmax(-1)
     conditioner = Conditioner(Bigrams(table(), "cpu"), DEPTHS, Conditioning((1.0,), (0.0,)))
-    tree = conditioner.host_tree(scores, scores, 0.0, budget=25)
+    tree = conditioner.host_tree(scores, 0.0, budget=25)
     wanted = build_tree_heap(scores, 25)
     assert (tree.tokens, tree.parents) == (wanted.tokens, wanted.parents)
     torch.testing.assert_close(torch.tensor(tree.scores), torch.tensor(wanted.scores))
@@ -220,8 +223,93 @@ def test_impossible_tokens_are_never_nodes() -> None:
     scores[0].scatter_(0, ids[0, 0], log_probs[0, 0])
     scores[1].scatter_(0, ids[0, 1], log_probs[0, 1])
     scores[3].scatter_(0, ids[0, 3], log_probs[0, 3])
-    host = conditioner.host_tree(scores, scores, 0.0, budget=100)
+    host = conditioner.host_tree(scores, 0.0, budget=100)
     assert sorted(host.tokens) == sorted(tree.tokens)
+
+
+BROAD = 5000
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.01, 0.7, 1.0, 20.0])
+@pytest.mark.parametrize("kind", ["sharp", "flat", "all equal", "few possible", "impossible"])
+@pytest.mark.parametrize(("nodes", "most"), [(1, None), (5, None), (60, None), (60, 2)])
+def test_rows_on_demand_give_the_trees_of_all_rows(
+    temperature: float, kind: str, nodes: int, most: int | None
+) -> None:
+    """Of thousands of tokens, against the batch's way, which normalises and sorts them all."""
+    generator = torch.Generator().manual_seed(8)
+    logits = torch.randn(DEPTHS, BROAD, generator=generator) * {"sharp": 6.0, "flat": 0.5}.get(kind, 2.0)
+    if kind == "all equal":
+        logits.zero_()
+    elif kind == "few possible":
+        logits[:, torch.arange(BROAD) % 500 > 0] = -math.inf
+    elif kind == "impossible":
+        logits[2] = -math.inf
+    keys = torch.randint(0, BROAD**2, (2_000_000,), generator=generator).unique().numpy()
+    counts = 1 + keys % 50
+    totals = np.bincount(keys // BROAD, counts, BROAD).astype(np.int64) + 5
+    conditioner = Conditioner(Bigrams(Pairs(keys // BROAD, keys % BROAD, counts, totals), "cpu"), DEPTHS)
+    packed = conditioner.grow(
+        logits.unsqueeze(0),
+        torch.tensor([temperature]),
+        torch.tensor([77]),
+        torch.tensor([2], dtype=torch.int32),
+        torch.tensor([100], dtype=torch.int32),
+        torch.tensor([nodes], dtype=torch.int32),
+        torch.tensor([DEPTHS], dtype=torch.int32),
+        nodes=nodes,
+        top_k=most,
+    )
+    [wanted] = unpack_trees(packed, [nodes])
+    noise = gumbel_noise([77] * DEPTHS, list(range(101, 101 + DEPTHS)), [2] * DEPTHS, BROAD)
+    tree = conditioner.host_tree(logits, temperature, list(noise), budget=nodes, top_k=most)
+    assert tree.tokens
+    if kind != "all equal" or temperature > 0:  # of equals, each way's rounding has another before the other
+        assert (list(tree.tokens), list(tree.parents)) == (list(wanted.tokens), list(wanted.parents))
+    torch.testing.assert_close(torch.tensor(tree.scores), torch.tensor(wanted.scores), atol=1e-4, rtol=1e-4)
+
+
+def test_only_rows_that_get_nodes_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node's children are looked at when it has its place, and not of the last one."""
+    read: list[float] = []
+
+    def best(logits: np.ndarray, k: int, **options: Any) -> Any:
+        read.append(float(logits[0]))
+        return best_tokens(logits, k, **options)
+
+    monkeypatch.setattr("draft_service.conditional_tree.best_tokens", best)
+    logits = torch.randn(DEPTHS, VOCAB, generator=torch.Generator().manual_seed(1)) * 0.1
+    logits[:, 0] = torch.arange(DEPTHS) - 9.0
+    conditioner = Conditioner(Bigrams(table(), "cpu"), DEPTHS)
+    deepest = []
+    for nodes in (1, 2, 3, 30):
+        read.clear()
+        tree = conditioner.host_tree(logits, 0.0, budget=nodes)
+        depths = [0]
+        for parent in tree.parents:
+            depths.append(depths[parent + 1] + 1)
+        deepest.append(min(max(depths[:-1]) + 1, DEPTHS))
+        assert read == [d - 9.0 for d in range(deepest[-1])]
+    assert deepest[:3] == [1, 2, 2]  # the second is a sibling
+
+
+@pytest.mark.parametrize("vocab", [VOCAB, 1 << 16, (1 << 16) + 1])
+def test_counts_of_the_host_are_the_tables(vocab: int) -> None:
+    """Keys of 32 bits where they suffice, and of 64; the last pair there is, pairs after it, repeated ids."""
+    generator = np.random.default_rng(vocab)
+    keys = np.unique(np.append(generator.integers(0, vocab**2, 3000), [0, vocab * (vocab - 1) - 2]))
+    counts = generator.integers(1, 1000, len(keys))
+    host = _HostTable(
+        Bigrams(Pairs(keys // vocab, keys % vocab, counts, np.full(vocab, 10**6, np.int64)), "cpu")
+    )
+    known = dict(zip(keys.tolist(), counts.tolist(), strict=True))
+    some = generator.integers(0, len(keys), 12)
+    before = np.append(keys[some] // vocab, [vocab - 1, 0, vocab - 1, vocab - 2])
+    after = np.append(keys[some] % vocab, [0, vocab - 1, vocab - 2])
+    found = host.counts(before, after)
+    assert np.count_nonzero(found) >= 12
+    for i, u in enumerate(before.tolist()):
+        assert found[i].tolist() == [known.get(u * vocab + v, 0) for v in after.tolist()]
 
 
 def test_a_table_survives_its_file(tmp_path: Path) -> None:

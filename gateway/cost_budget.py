@@ -24,7 +24,7 @@ from gateway.calibration import Calibration, Mode
 from gateway.cost_model import CostModel, own_seconds
 from gateway.forecast import Forecast
 from gateway.generation import RoundRecord
-from gateway.pool import best_cut, extended, gain_curve
+from gateway.pool import best_cut, extended, gain_curve, session_counts
 from gateway.report import BudgetReport, LoadReport
 from gateway.steering import Load, Steering, load_class
 from specbridge.rounds import DraftInfo, TargetInfo
@@ -160,6 +160,8 @@ class CostBudget:
         load = Load(load_class(record.sessions), record.cohorts)
         state = self._loads.get(load)
         calm = self._calm.judge(record)
+        if record.cold:
+            return self._learn(outcomes)  # what the text was like holds all the same
         expected = record.expected_tokens if record.drafted else float(record.sessions)
         if state is not None and expected is not None and calm and record.tokens >= record.sessions:
             usual = Expected(expected, self.costs.of(record))
@@ -177,7 +179,7 @@ class CostBudget:
         if own < 1:
             return None
         best = own / self.costs.paired(own, 0, 0, cohorts)[0]
-        for drafted in _counts(own) if self.costs.has_draft else ():
+        for drafted in session_counts(own) if self.costs.has_draft else ():
             found = self._average(own, [(self._mode, 1.0, self._reach(own))] * drafted, cohorts=cohorts)
             best = max(best, found.tokens / found.seconds)
         return best * cohorts
@@ -224,7 +226,7 @@ class CostBudget:
         """Gain of drafting at a load that has not been met, for sessions like the latest."""
         plain = self.costs.plain(sessions)
         rates = []
-        for drafted in _counts(sessions):
+        for drafted in session_counts(sessions):
             found = self._average(sessions, [(self._mode, 1.0, self._reach(sessions))] * drafted)
             rates.append(found.tokens / found.seconds)
         return max(rates) * plain.seconds / plain.tokens
@@ -250,7 +252,7 @@ class CostBudget:
         full = same and known >= FORECAST_TREES
         stepwise = full or (same and known == state.known)
         if not state.pending:
-            state.pending, state.found = _counts(len(able)), None
+            state.pending, state.found = session_counts(len(able)), None
         while state.pending:
             self._search(state, candidates, able, beside, FORECAST_TREES if full else _ROUGH_TREES)
             if stepwise and state.pending and state.best is not None:
@@ -391,9 +393,3 @@ class CostBudget:
             state.rounds.drafting.rate if state is not None else None,
             self.steering.until_probe(load),
         )
-
-
-def _counts(able: int) -> list[int]:
-    """How many may be drafted for together: all numbers of few; powers of two from an eighth on, and all."""
-    some = range(1, able) if able <= 8 else (n for n in (4, 8, 16, 32, 64, 128) if able <= 8 * n < 8 * able)
-    return [*some, able] if able else []

@@ -197,6 +197,11 @@ class RoundRecord:
     cohorts: int = 1
 
     @property
+    def cold(self) -> bool:
+        """Its verify pass was the first of its size: no measure of what such rounds take."""
+        return self.target_timings is not None and self.target_timings.cold
+
+    @property
     def gateway_s(self) -> float:
         """Time outside both services' waits: what the gateway itself added."""
         return max(0.0, self.total_s - self.draft_wait_s - self.verify_wait_s)

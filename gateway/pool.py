@@ -94,3 +94,9 @@ def gain_curve(
         total += value
         curve.append((n, total, seconds[n]))
     return curve
+
+
+def session_counts(able: int) -> list[int]:
+    """How many may be drafted for together: all numbers of few; powers of two from an eighth on, and all."""
+    some = range(1, able) if able <= 8 else (n for n in (4, 8, 16, 32, 64, 128) if able <= 8 * n < 8 * able)
+    return [*some, able] if able else []

@@ -180,20 +180,22 @@ class TargetReply(_message.Message):
     def __init__(self, batch_id: _Optional[int] = ..., results: _Optional[_Iterable[_Union[TargetResult, _Mapping]]] = ..., timings: _Optional[_Union[TargetTimings, _Mapping]] = ..., available_pages: _Optional[int] = ...) -> None: ...
 
 class TargetTimings(_message.Message):
-    __slots__ = ("queue_ns", "forward_ns", "commit_ns", "rows", "prefill_rows", "service_ns")
+    __slots__ = ("queue_ns", "forward_ns", "commit_ns", "rows", "prefill_rows", "service_ns", "cold")
     QUEUE_NS_FIELD_NUMBER: _ClassVar[int]
     FORWARD_NS_FIELD_NUMBER: _ClassVar[int]
     COMMIT_NS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_ROWS_FIELD_NUMBER: _ClassVar[int]
     SERVICE_NS_FIELD_NUMBER: _ClassVar[int]
+    COLD_FIELD_NUMBER: _ClassVar[int]
     queue_ns: int
     forward_ns: int
     commit_ns: int
     rows: int
     prefill_rows: int
     service_ns: int
-    def __init__(self, queue_ns: _Optional[int] = ..., forward_ns: _Optional[int] = ..., commit_ns: _Optional[int] = ..., rows: _Optional[int] = ..., prefill_rows: _Optional[int] = ..., service_ns: _Optional[int] = ...) -> None: ...
+    cold: bool
+    def __init__(self, queue_ns: _Optional[int] = ..., forward_ns: _Optional[int] = ..., commit_ns: _Optional[int] = ..., rows: _Optional[int] = ..., prefill_rows: _Optional[int] = ..., service_ns: _Optional[int] = ..., cold: _Optional[bool] = ...) -> None: ...
 
 class PeerIdentity(_message.Message):
     __slots__ = ("boot_id", "pid_namespace", "pid", "device", "instance", "device_ordinal")

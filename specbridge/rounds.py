@@ -273,6 +273,7 @@ class TargetTimings:
     rows: int = 0
     prefill_rows: int = 0
     service_ns: int = 0
+    cold: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -239,7 +239,7 @@ def _target_result_from_pb(pb: target_pb2.TargetResult) -> r.TargetResult:
     )
 
 
-_TARGET_TIMINGS = ("queue_ns", "forward_ns", "commit_ns", "rows", "prefill_rows", "service_ns")
+_TARGET_TIMINGS = ("queue_ns", "forward_ns", "commit_ns", "rows", "prefill_rows", "service_ns", "cold")
 
 
 def target_reply_to_pb(reply: r.TargetReply) -> target_pb2.TargetReply:

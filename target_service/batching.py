@@ -36,6 +36,7 @@ class Batch:
     commit_ns: int = 0
     rows: int = 0
     prefill_rows: int = 0
+    cold: bool = False
     started: bool = False
 
     def put(self, index: int, result: TargetResult) -> None:
@@ -58,6 +59,7 @@ class Batch:
             rows=self.rows,
             prefill_rows=self.prefill_rows,
             service_ns=time.perf_counter_ns() - self.received,
+            cold=self.cold,
         )
         return TargetReply(self.batch_id, tuple(r for r in self.results if r is not None), timings)
 

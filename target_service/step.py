@@ -18,9 +18,10 @@ import torch
 
 from target_service.sampling import RowGroup
 
-EAGER, CAPTURE, REPLAY = 0, 1, 2
-"""How a GPU runs a step: operation by operation, the same while it is captured in a CUDA graph, or by the
-graph captured earlier. All ranks do the same (NCCL asks for it), so rank 0 says which.
+EAGER, CAPTURE, REPLAY, LENT = 0, 1, 2, 3
+"""How a GPU runs a step: operation by operation, the same while it is captured in a CUDA graph, by the graph
+captured earlier, or by one that was captured for somewhat larger steps. All ranks do the same (NCCL asks for
+it), so rank 0 says which.
 """
 NO_SLOT = -1
 """Stands in Step.slots for a row that is never committed: padding, and rows that are run again."""
@@ -110,6 +111,8 @@ class StepOutput:
     context_rows_read: rows whose K and V attention loads from the pages for it, by how it was planned. Their
     ratio says how often the context is read. context_rows_copied: of these, put together first, since their
     pages lie apart.
+
+    cold: steps like this one will be replayed from a graph, this one was not yet: its time is no measure.
     """
 
     logits: torch.Tensor
@@ -118,6 +121,7 @@ class StepOutput:
     context_rows: float = 0.0
     context_rows_read: float = 0.0
     context_rows_copied: float = 0.0
+    cold: bool = False
     read_back: bool = False
 
 

@@ -93,6 +93,7 @@ class Stepper:
             batch.commit_ns += done - forwarded
             batch.rows += rows
             batch.prefill_rows += prefill_rows
+            batch.cold = batch.cold or output.cold
         self.planner.ran(plan, (forwarded - begin) / 1e9)
         self._metrics.forward_time.observe((forwarded - begin) / 1e9)
         self._metrics.commit_time.observe((done - forwarded) / 1e9)

@@ -34,13 +34,17 @@ from target_service.model.config import ModelConfig
 from target_service.model.decoder import Decoder, Taps
 from target_service.model.layers import Heads
 from target_service.model.memory import Memory
-from target_service.model.packing import Shape, bucket, choice_rows, exact_shape, fill
+from target_service.model.packing import Shape, bucket, choice_rows, cover, exact_shape, fill
 from target_service.model.pass_buffers import Buckets, Buffers
 from target_service.model.walk import PackedWalk
 from target_service.parallel import Group
 from target_service.sampling import choose
 from target_service.simulation import simulated_choices
-from target_service.step import CAPTURE, EAGER, REPLAY, Step, StepOutput, visible_context
+from target_service.step import CAPTURE, EAGER, LENT, REPLAY, Step, StepOutput, visible_context
+
+LENT_TIMES = 6
+"""Passes of a size that run by a larger one's graph before it gets its own: sizes that hardly recur would
+make streams wait for captures that nobody uses again."""
 
 
 def uses_kernels(device: torch.device, dtype: torch.dtype) -> bool:
@@ -89,6 +93,7 @@ class DevicePass:
         self._pool: Any = None
         self._captured = _Captured()
         self._ready: set[Shape] = set()
+        self._lent: Counter[Shape] = Counter()
         self._examples: dict[Shape, Step] = {}
         self._done = torch.cuda.Event() if device.type == "cuda" else None
         self._thread = 0
@@ -114,12 +119,17 @@ class DevicePass:
         shape = self._bucket(step)
         if self._graphs and choice is not None and shape is not None and shape.recurs:
             kept = self._kept.get(shape)
-            if shape in self._ready:
-                mode = REPLAY if kept is not None and kept.graph is not None else CAPTURE
-            self._ready.add(shape)
-            if shape not in self._examples:
-                segments = tuple(replace(segment, ring=None) for segment in step.segments)
-                self._examples[shape] = replace(step, slots=None, segments=segments)
+            if kept is not None and kept.graph is not None:
+                mode = REPLAY
+            elif self._lent[shape] < LENT_TIMES and self._lender(shape) is not None:
+                self._lent[shape] += 1
+                mode = LENT
+            else:
+                mode = CAPTURE if shape in self._ready else EAGER
+                self._ready.add(shape)
+                if shape not in self._examples:
+                    segments = tuple(replace(segment, ring=None) for segment in step.segments)
+                    self._examples[shape] = replace(step, slots=None, segments=segments)
         return replace(step, mode=mode, rows_choice=choice)
 
     def examples(self) -> list[Step]:
@@ -142,7 +152,7 @@ class DevicePass:
         # A ring in the host's memory can't be written from a graph: its rows follow the readback.
         inside = ring if ring is not None and ring.device.type == self._device.type else None
         whole = step.rows_choice is not None
-        if step.mode == REPLAY:
+        if step.mode in (REPLAY, LENT):
             assert buffers.graph is not None
             buffers.graph.replay()
             buffers.logits, buffers.taps = buffers.replayed
@@ -165,7 +175,8 @@ class DevicePass:
         captured = None if buffers.taps is None else buffers.taps[: step.tokens.numel()]
         # Buckets are many: what eager passes made, kept with each, would be memory that nobody planned.
         buffers.logits = buffers.taps = None
-        return StepOutput(logits, captured, choices, *context, read_back=read_back)
+        cold = self._graphs and step.mode in (EAGER, CAPTURE) and whole and self._recurs(step)
+        return StepOutput(logits, captured, choices, *context, read_back=read_back, cold=cold)
 
     def _own_device(self) -> None:
         """Kernels go to the calling thread's current device; whoever loaded the model was another thread."""
@@ -191,8 +202,18 @@ class DevicePass:
     def _bucket(self, step: Step) -> Shape | None:
         return bucket(step, self._most_pages, self._memory.max_rows)
 
+    def _recurs(self, step: Step) -> bool:
+        shape = self._bucket(step)
+        return shape is not None and shape.recurs
+
+    def _lender(self, shape: Shape) -> Shape | None:
+        """Whose graph runs passes of `shape`, which has none; the same on all ranks, which have the same."""
+        return cover(shape, (other for other, buffers in self._kept.items() if buffers.graph is not None))
+
     def _buffers(self, step: Step) -> Buffers:
         shape = self._bucket(step)
+        if shape is not None and step.mode == LENT:
+            shape = self._lender(shape)
         return self._kept.make(exact_shape(step)) if shape is None else self._kept.of(shape)
 
     def _let_go(self, shape: Shape) -> None:

@@ -7,7 +7,7 @@ run over it (device_pass).
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +29,9 @@ _MIXED_CAPTURED = 1024
 _SESSIONS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 # All that follows from a session's most rows is the tile of attention, and the width of the ancestor bitmask.
 _LARGEST = (1, 8, 16, 72, 264, 520)
+LENT_ROWS = 1.5
+"""A pass whose own size has no graph yet runs by one of up to so many times its rows: launched piece by piece
+it would take a host several times as long as the device."""
 _ALIGNED = 4
 """int32 words at whose multiples a buffer's parts begin: kernels are compiled anew for other alignments."""
 
@@ -107,6 +110,23 @@ def bucket(step: Step, pages: int, max_rows: int) -> Shape | None:
         return None
     padded = min(max(_padded(_ROWS if trees else _MIXED_ROWS, rows), sessions), max_rows)
     return Shape(padded, sessions, min(largest, padded), padded if trees else wanted, pages, trees)
+
+
+def cover(shape: Shape, captured: Iterable[Shape]) -> Shape | None:
+    """The smallest of `captured` that a pass of trees of `shape` fits into without much waste."""
+    if not shape.trees:
+        return None
+    most = max(int(LENT_ROWS * shape.rows), shape.rows + 16)
+    fitting = (
+        other
+        for other in captured
+        if other.trees
+        and other.pages == shape.pages
+        and shape.rows <= other.rows <= most
+        and shape.sessions <= other.sessions
+        and shape.most_rows <= other.most_rows
+    )
+    return min(fitting, key=lambda s: (s.rows, s.sessions, s.most_rows), default=None)
 
 
 def _only_trees(step: Step) -> bool:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
 from gateway.accounts import Calm
+from gateway.cost_budget import CostBudget
 from gateway.cost_model import CostModel, SessionTerm
 from gateway.generation import RoundRecord
 from specbridge.rounds import TargetTimings
@@ -126,3 +128,20 @@ def test_a_draft_that_was_held_up_is_no_dearer() -> None:
     for _ in range(20):
         costs.observe(record(drafted=4, draft_wait_s=0.2), calm=True, alone=False)
     assert costs.draft_points() == before
+
+
+def test_a_pass_before_its_graph_is_there_says_nothing_of_costs() -> None:
+    """On a GPU the first two passes of a size take several times as long as all later ones."""
+
+    def after(cold: bool) -> list[float]:
+        policy = CostBudget()
+        usual = policy.costs.seconds(4, 4, 64)
+        for _ in range(8):
+            timings = TargetTimings(rows=68, cold=cold)
+            slow = replace(record(drafted=4, verify_wait_s=0.9), rows=68, nodes=64, target_timings=timings)
+            policy.observe(slow, ())
+        assert usual[64] < 0.1
+        return [later / before for later, before in zip(policy.costs.seconds(4, 4, 64), usual, strict=True)]
+
+    assert after(cold=True) == [1.0] * 65
+    assert max(after(cold=False)) > 3.0

@@ -87,7 +87,7 @@ target_result = st.builds(
 draft_result = st.builds(
     r.DraftResult, keys, st.sampled_from(r.DraftResultKind), u32, trees, u32, st.none() | problems, u32
 )
-target_timings = st.builds(r.TargetTimings, u64, u64, u64, u32, u32, u64)
+target_timings = st.builds(r.TargetTimings, u64, u64, u64, u32, u32, u64, st.booleans())
 draft_timings = st.builds(r.DraftTimings, u64, u64, u64, u64, u64, u64)
 footprint = st.builds(r.Footprint, u64, u64, u64, u32, u64, u64)
 target_info = st.builds(

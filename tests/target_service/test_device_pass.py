@@ -17,10 +17,11 @@ from specbridge.channel.base import Projection
 from specbridge.rounds import SamplingParams
 from target_service.model import device_pass, pass_buffers
 from target_service.model import shard as shard_module
-from target_service.model.device_pass import DevicePass
+from target_service.model.device_pass import LENT_TIMES, DevicePass
+from target_service.model.packing import cover
 from target_service.runner import Runner, load_runner
 from target_service.sampling import ChoiceRule, RowGroup
-from target_service.step import CAPTURE, EAGER, RingSpan, Step
+from target_service.step import CAPTURE, EAGER, LENT, REPLAY, RingSpan, Step
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 TREES = (
@@ -311,6 +312,7 @@ def test_of_too_many_buckets_the_one_longest_unused_goes(
     pair: tuple[Runner, Runner], recording: DevicePass, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pass_buffers, "MOST_BUCKETS", 2)
+    monkeypatch.setattr(device_pass, "LENT_TIMES", 0)
     pages = prefilled(pair)
 
     def one(seed: int) -> Step:
@@ -330,6 +332,55 @@ def test_of_too_many_buckets_the_one_longest_unused_goes(
     for turn in range(3):
         compare(pair, verify(pair, pages, RULES["greedy"], seed=820 + turn))
     assert recording._kept[shape].graph is not None
+
+
+def test_a_pass_without_a_graph_of_its_own_runs_by_a_larger_one_s(
+    pair: tuple[Runner, Runner], recording: DevicePass
+) -> None:
+    pages = prefilled(pair)
+
+    def full(seed: int) -> Step:
+        return verify(pair, pages, RULES["sampled"], seed=seed)
+
+    def fewer(seed: int) -> Step:
+        step = tm.tree_step(
+            [
+                (ids(len(parents), seed + n), parents, context, own)
+                for n, ((parents, context), own) in enumerate(zip(TREES[:2], pages, strict=False))
+            ],
+            commit=True,
+        )
+        return with_rule(step, RULES["sampled"])
+
+    for turn in range(3):
+        compare(pair, full(900 + turn))
+    small, large = recording._bucket(fewer(0)), recording._bucket(full(0))
+    assert small is not None and large is not None and small != large
+    assert cover(small, [large]) == large
+    found = []
+    for turn in range(LENT_TIMES + 3):
+        step = fewer(910 + turn)
+        found.append(modes(pair[0], step))
+        recording._lent[small] -= found[-1] == LENT  # planning it is counted once more below
+        if found[-1] == EAGER:
+            recording._ready.discard(small)
+        compare(pair, replace(step, read_logits=turn % 2 == 0))
+        compare(pair, full(930 + turn))  # whose own replays are none the worse for it
+    assert found == [LENT] * LENT_TIMES + [EAGER, CAPTURE, REPLAY]
+
+
+def test_only_what_will_be_replayed_is_called_cold(
+    pair: tuple[Runner, Runner], recording: DevicePass
+) -> None:
+    pages = prefilled(pair)
+
+    def cold(step: Step) -> bool:
+        return pair[0].run(replace(step, slots=None)).cold
+
+    step = verify(pair, pages, RULES["greedy"], seed=950)
+    assert [cold(step) for _ in range(4)] == [True, True, False, False]
+    assert not cold(with_rule(step, RULES["filtered"]))  # never captured: this is what it takes
+    assert not pair[1].run(replace(step, slots=None)).cold
 
 
 @pytest.mark.gpu

@@ -94,7 +94,10 @@ async def test_bits_are_equal_across_processes(
         assert draft.data == sent
         assert draft.chunks[0].rows.device == torch.device(device)
         await until(lambda: draft.client.held == 0)
-        assert (await producer.do("state"))["ring_used"] == 0
+        end = time.monotonic() + 20.0  # acknowledgements are gathered, and have a process to cross
+        while used := (await producer.do("state"))["ring_used"]:
+            assert time.monotonic() < end, f"{used} slots are not given back"
+            await asyncio.sleep(0.005)
         draft.chunks.clear()
 
 

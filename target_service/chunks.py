@@ -132,12 +132,16 @@ class ChunkPolicy:
         # Prompts must go on, however tight the goal: with every second pass of the streams at the latest.
         return self._unit if verify_rows and self._held_back else 0
 
-    def observe(self, *, verify_rows: int, rows: int, context: int, seconds: float, waiting: bool) -> None:
-        """A pass of these rows took so long. waiting: prompts or rows to run again waited for room in it."""
+    def observe(
+        self, *, verify_rows: int, rows: int, context: int, seconds: float | None, waiting: bool
+    ) -> None:
+        """A pass of these rows took so long; None: longer than such passes take. waiting: prompts or rows to
+        run again waited for room in it.
+        """
         self._held_back = waiting and not rows
         if verify_rows:
             self._typical = verify_rows
-        if self.times is not None:
+        if self.times is not None and seconds is not None:
             self.times.observe(verify_rows, rows, context, seconds)
 
 

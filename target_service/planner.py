@@ -226,8 +226,8 @@ class Planner:
         pause = max(PAUSE_S, 4 * self._chunks.goal_s(1)) if self._chunks.times is not None else PAUSE_S
         return time.monotonic() < self._latest_token + pause
 
-    def ran(self, plan: StepPlan, seconds: float) -> None:
-        """The pass of `plan` took so long; chunks to come follow from it."""
+    def ran(self, plan: StepPlan, seconds: float, *, cold: bool) -> None:
+        """The pass of `plan` took so long; chunks to come follow from it, unless it was cold (StepOutput)."""
         chains = [*plan.prefills, *plan.recaptures]
         if plan.verifies or any(chunk.final for chunk in plan.prefills):
             self._latest_token = time.monotonic()
@@ -235,7 +235,7 @@ class Planner:
             verify_rows=plan.verify_rows,
             rows=sum(chunk.count for chunk in chains),
             context=max((chunk.first for chunk in chains), default=0),
-            seconds=seconds,
+            seconds=None if cold else seconds,
             waiting=bool(chains)
             or plan.held_back
             or any(s.phase is Phase.PREFILL and s.started for s in self._book),

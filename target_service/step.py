@@ -80,8 +80,9 @@ class Step:
     row if it is committed, or NO_SLOT; None: no row is. A chain's rows are all committed, a tree's as far as
     the choices walk.
 
-    read_logits: somebody reads StepOutput.logits. mode, rows_choice: filled in by ModelShard.plan for all
-    ranks; rows_choice None: rank 0 chooses from the whole logits.
+    read_logits: somebody reads StepOutput.logits. warms: run beforehand, so that passes of its size have a
+    graph of their own. mode, rows_choice: filled in by ModelShard.plan for all ranks; rows_choice None: rank 0
+    chooses from the whole logits.
     """
 
     tokens: torch.Tensor
@@ -91,6 +92,7 @@ class Step:
     slots: torch.Tensor | None = None
     groups: tuple[RowGroup, ...] = ()
     read_logits: bool = True
+    warms: bool = False
     mode: int = EAGER
     rows_choice: ChoiceRows | None = None
 

@@ -94,7 +94,7 @@ class Stepper:
             batch.rows += rows
             batch.prefill_rows += prefill_rows
             batch.cold = batch.cold or output.cold
-        self.planner.ran(plan, (forwarded - begin) / 1e9)
+        self.planner.ran(plan, (forwarded - begin) / 1e9, cold=output.cold)
         self._metrics.forward_time.observe((forwarded - begin) / 1e9)
         self._metrics.commit_time.observe((done - forwarded) / 1e9)
         self._metrics.step_rows.observe(rows)

@@ -19,6 +19,7 @@ from target_service.step import Segment, Step, StepOutput
 
 WIDE_NS = 50_000_000
 """Passes of more rows than two trees are measured until one takes longer than this."""
+COVERING_ROWS = (136, 264, 384, 512, 768, 1152, 1664)
 WARM_ROWS = 320
 """Passes of many sessions' trees are run beforehand up to so many rows; larger ones when they first occur."""
 
@@ -116,6 +117,7 @@ def chunk_step(rows: int, context: int, page_size: int) -> Step:
         logit_rows=torch.tensor([rows - 1]),
         groups=(RowGroup(ChoiceRule(SamplingParams()), 0, [context + rows]),),
         read_logits=False,
+        warms=True,
     )
 
 
@@ -131,6 +133,7 @@ def scratch_step(rows: int, context: int, page_size: int) -> Step:
         logit_rows=torch.arange(rows),
         groups=(RowGroup(ChoiceRule(SamplingParams()), 0, [p + 1 for p in positions]),),
         read_logits=False,
+        warms=True,
     )
 
 
@@ -149,6 +152,7 @@ def decode_steps(limits: Limits) -> list[Step]:
                 logit_rows=torch.arange(sessions),
                 groups=(RowGroup(ChoiceRule(SamplingParams()), 0, (positions + 1).tolist()),),
                 read_logits=False,
+                warms=True,
             )
         )
         sessions *= 2
@@ -166,6 +170,21 @@ def tree_steps(limits: Limits) -> list[Step]:
                 break
             if rows <= limits.max_tree_nodes + 1:
                 steps.append(_join([scratch_step(rows, limits.page_size - 2, limits.page_size)] * sessions))
+    return steps + covering_steps(limits)
+
+
+def covering_steps(limits: Limits) -> list[Step]:
+    """Passes that hold a tree of up to 64 nodes beside others, a few sizes of them: others that have no graph
+    of their own yet are run by theirs (model.packing.cover)."""
+    steps: list[Step] = []
+    largest = min(65, limits.max_tree_nodes + 1)
+    for total in COVERING_ROWS:
+        for sessions in (8, 32):
+            each = (total - largest) // (sessions - 1)
+            if sessions > _together(limits) or total > limits.max_verify_rows or each < 1:
+                continue
+            rows = [largest, *[min(each, largest)] * (sessions - 1)]
+            steps.append(_join([scratch_step(n, limits.page_size - 2, limits.page_size) for n in rows]))
     return steps
 
 
@@ -211,4 +230,5 @@ def _join(steps: Sequence[Step]) -> Step:
         logit_rows=torch.cat(logit_rows),
         groups=tuple(groups),
         read_logits=False,
+        warms=True,
     )

@@ -121,7 +121,7 @@ class DevicePass:
             kept = self._kept.get(shape)
             if kept is not None and kept.graph is not None:
                 mode = REPLAY
-            elif self._lent[shape] < LENT_TIMES and self._lender(shape) is not None:
+            elif not step.warms and self._lent[shape] < LENT_TIMES and self._lender(shape) is not None:
                 self._lent[shape] += 1
                 mode = LENT
             else:
@@ -129,7 +129,7 @@ class DevicePass:
                 self._ready.add(shape)
                 if shape not in self._examples:
                     segments = tuple(replace(segment, ring=None) for segment in step.segments)
-                    self._examples[shape] = replace(step, slots=None, segments=segments)
+                    self._examples[shape] = replace(step, slots=None, segments=segments, warms=True)
         return replace(step, mode=mode, rows_choice=choice)
 
     def examples(self) -> list[Step]:

@@ -29,9 +29,9 @@ _MIXED_CAPTURED = 1024
 _SESSIONS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 # All that follows from a session's most rows is the tile of attention, and the width of the ancestor bitmask.
 _LARGEST = (1, 8, 16, 72, 264, 520)
-LENT_ROWS = 1.5
-"""A pass whose own size has no graph yet runs by one of up to so many times its rows: launched piece by piece
-it would take a host several times as long as the device."""
+LENT_ROWS, LENT_MORE = 1.5, 128
+"""A pass whose own size has no graph yet runs by one of up to so many times its rows, or so many more:
+launched piece by piece it takes the host 25 ms, while 128 rows more are a quarter of a plain step."""
 _ALIGNED = 4
 """int32 words at whose multiples a buffer's parts begin: kernels are compiled anew for other alignments."""
 
@@ -116,7 +116,7 @@ def cover(shape: Shape, captured: Iterable[Shape]) -> Shape | None:
     """The smallest of `captured` that a pass of trees of `shape` fits into without much waste."""
     if not shape.trees:
         return None
-    most = max(int(LENT_ROWS * shape.rows), shape.rows + 16)
+    most = max(int(LENT_ROWS * shape.rows), shape.rows + LENT_MORE)
     fitting = (
         other
         for other in captured

@@ -391,6 +391,7 @@ def test_replays_equal_eager_passes_and_nothing_is_stale(
     tokens, contexts, pages, rules, and ring places, and with other buckets in between."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
+    monkeypatch.setattr(device_pass, "LENT_TIMES", 1)  # by a larger one's graph, too, and by its own
     runners = []
     for graphs in (True, False):
         runner = load_runner(

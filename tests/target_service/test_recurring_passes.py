@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
 import torch
 
 from target_service.config import Limits
-from target_service.model.packing import bucket
+from target_service.model.packing import bucket, cover
 from target_service.step import Segment, Step
 from target_service.warmup import decode_steps, mixed_steps, prefill_steps, tree_steps
 
@@ -85,3 +86,34 @@ def test_the_largest_trees_recur_whatever_the_limit() -> None:
     """A limit between two sizes is one itself: the fullest passes are not those that are never captured."""
     shape = bucket(step_of([60] * 5, []), 4, 316)
     assert shape is not None and shape.rows == 316
+
+
+def test_any_pass_of_trees_finds_a_graph_once_warm() -> None:
+    """Of up to 32 sessions, whatever the sizes of their trees."""
+    shapes = {bucket(step, 4, 520) for step in (*decode_steps(LIMITS), *tree_steps(LIMITS))}
+    captured = {shape for shape in shapes if shape is not None and shape.trees}
+    rng = random.Random(7)
+    lent = 0
+    for _ in range(2000):
+        sessions = rng.choice((1, 2, 3, 5, 8, 12, 20, 32))
+        trees = [rng.randint(1, 65) for _ in range(sessions)]
+        while sum(trees) > 512:
+            trees[trees.index(max(trees))] //= 2
+        shape = bucket(step_of(trees, []), 4, 520)
+        assert shape is not None
+        found = shape if shape in captured else cover(shape, captured)
+        assert found is not None, shape
+        assert found.rows >= shape.rows and found.sessions >= shape.sessions
+        assert found.most_rows >= shape.most_rows and found.rows <= max(1.5 * shape.rows, shape.rows + 128)
+        lent += found != shape
+    assert lent > 500
+
+
+def test_prompts_and_wasteful_sizes_are_not_lent() -> None:
+    trees, mixed = (bucket(step_of([17, 17], chunk), 4, 520) for chunk in ([], [60]))
+    large, other = bucket(step_of([65] * 5, []), 4, 520), bucket(step_of([65] * 2, []), 9, 520)
+    assert trees is not None and mixed is not None and large is not None and other is not None
+    assert cover(mixed, [large]) is None
+    assert cover(trees, [large]) is None  # ten times the rows
+    assert cover(trees, [other]) is None  # pages of a longer session
+    assert cover(trees, [large, replace(other, pages=4)]) == replace(other, pages=4)

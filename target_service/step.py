@@ -81,8 +81,8 @@ class Step:
     the choices walk.
 
     read_logits: somebody reads StepOutput.logits. warms: run beforehand, so that passes of its size have a
-    graph of their own. mode, rows_choice: filled in by ModelShard.plan for all ranks; rows_choice None: rank 0
-    chooses from the whole logits.
+    graph of their own. mode, rows_choice: filled in by ModelShard.plan for all ranks; rows_choice None: rank
+    0 chooses from the whole logits.
     """
 
     tokens: torch.Tensor

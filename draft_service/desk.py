@@ -156,6 +156,7 @@ class Desk:
     def serve(self) -> None:
         """Answer the proposals that can be answered now; the others stay."""
         if not self._waiting:
+            self._coalesce_until = None  # those that it was for may have been taken back
             return
         now = self._clock()
         ready: list[tuple[Waiting, Session]] = []

@@ -162,3 +162,20 @@ def test_a_closing_service_answers_it(bench: Make) -> None:
     b.engine.close()
     (result,) = b.results(1)
     assert isinstance(result.error, NotReady)
+
+
+def test_nobody_is_waited_for_once_all_are_taken_back(bench: Make) -> None:
+    """While one's rows are here and wait for the other's, both sessions end."""
+    b = bench()
+    one, two = text(52, 60), text(53, 60)
+    begin(b, 1, one)
+    begin(b, 2, two)
+    ask_ahead(b, 10, 1, 2)
+    b.settle()
+    desk = b.engine._desk
+    b.chunk(1, one, 10, 12)
+    b.engine.call(desk.serve)
+    b.send(releases=(key(1), key(2)))
+    assert {r.kind for r in b.results(2)} == {DraftResultKind.RELEASED}
+    b.settle()
+    assert desk.waiting == 0 and desk.next_deadline() is None

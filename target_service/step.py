@@ -81,8 +81,9 @@ class Step:
     the choices walk.
 
     read_logits: somebody reads StepOutput.logits. warms: run beforehand, so that passes of its size have a
-    graph of their own. mode, rows_choice: filled in by ModelShard.plan for all ranks; rows_choice None: rank
-    0 chooses from the whole logits.
+    graph of their own. mode, lender, rows_choice: filled in by ModelShard.plan for all ranks. lender: mode
+    LENT, by whose graph: rows, sessions, rows of the largest session. rows_choice None: rank 0 chooses from
+    the whole logits.
     """
 
     tokens: torch.Tensor
@@ -94,6 +95,7 @@ class Step:
     read_logits: bool = True
     warms: bool = False
     mode: int = EAGER
+    lender: tuple[int, int, int] = (0, 0, 0)
     rows_choice: ChoiceRows | None = None
 
 

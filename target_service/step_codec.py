@@ -2,7 +2,7 @@
 
 [op, ...]
 STEP    rows, logit rows, segments, has slots, choices (-1: rank 0 chooses by itself), read logits, mode,
-        tokens.., positions.., logit rows.., slots.., four rows of choices..,
+        lender (3), tokens.., positions.., logit rows.., slots.., four rows of choices..,
         then per segment: first_row, rows, context_length, padding, pages, has parents, pages.., parents..
 STOP
 PING: nothing to do; whether a rank can still be reached shows in the sending
@@ -20,6 +20,7 @@ from specbridge.errors import InternalError
 from target_service.step import ChoiceRows, Segment, Step
 
 STEP, STOP, PING = 1, 2, 3
+_HEAD = 11
 
 
 def encode_step(step: Step) -> torch.Tensor:
@@ -39,6 +40,7 @@ def encode_step(step: Step) -> torch.Tensor:
         -1 if choice is None else choice.seeds.numel(),
         step.read_logits,
         step.mode,
+        *step.lender,
     )
     parts = [torch.tensor(head, dtype=torch.int64), step.tokens, step.positions, step.logit_rows]
     if step.slots is not None:
@@ -67,10 +69,10 @@ def decode(message: torch.Tensor) -> Step | None:
         return None
     if op != STEP:
         raise InternalError(f"rank message starts with {op}, not {STEP} or {STOP}")
-    rows, wanted, segments, has_slots, choices, read_logits, mode = (int(x) for x in message[1:8])
+    rows, wanted, segments, has_slots, choices, read_logits, mode, *lender = message[1:_HEAD].tolist()
     sizes = [rows, rows, wanted, rows * has_slots, *[max(choices, 0)] * 4]
-    tokens, positions, logit_rows, slots, *choice = message[8 : 8 + sum(sizes)].split(sizes)
-    words = iter(message[8 + sum(sizes) :].tolist())
+    tokens, positions, logit_rows, slots, *choice = message[_HEAD : _HEAD + sum(sizes)].split(sizes)
+    words = iter(message[_HEAD + sum(sizes) :].tolist())
     decoded = []
     for _ in range(segments):
         first, count, context, padding, pages, has_parents = (next(words) for _ in range(6))
@@ -86,5 +88,6 @@ def decode(message: torch.Tensor) -> Step | None:
         slots if has_slots else None,
         read_logits=bool(read_logits),
         mode=mode,
+        lender=(lender[0], lender[1], lender[2]),
         rows_choice=ChoiceRows(*choice) if choices >= 0 else None,
     )

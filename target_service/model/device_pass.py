@@ -64,7 +64,9 @@ class _Captured:
 
 
 class DevicePass:
-    """One rank's passes. vocab_rows: ids of this rank, from `first_token` on. For one thread at a time."""
+    """One rank's passes. vocab_rows: ids of this rank, from `first_token` on. lends: passes without a graph
+    of their size may run by a larger one's, which rounds otherwise. For one thread at a time.
+    """
 
     def __init__(
         self,
@@ -80,12 +82,13 @@ class DevicePass:
         dtype: torch.dtype,
         simulated: bool,
         graphs: bool,
+        lends: bool = True,
     ) -> None:
         self._config, self._decoder, self._memory, self._group = config, decoder, memory, group
         self._heads, self._first_token, self._vocab_rows = heads, first_token, vocab_rows
         self._device, self._dtype = device, dtype
         self._simulated = simulated
-        self._graphs = graphs and device.type == "cuda"
+        self._graphs, self._lends = graphs and device.type == "cuda", lends
         self._layers = Counter(config.windows)
         self._windows = tuple(Window(rows=w) for w in self._layers)
         self._most_pages = -(-memory.max_position // memory.page_size)
@@ -121,9 +124,10 @@ class DevicePass:
             kept = self._kept.get(shape)
             if kept is not None and kept.graph is not None:
                 mode = REPLAY
-            elif not step.warms and self._lent[shape] < LENT_TIMES and self._lender(shape) is not None:
+            elif not step.warms and (lender := self._lender(shape)) is not None:
                 self._lent[shape] += 1
                 mode = LENT
+                step = replace(step, lender=(lender.rows, lender.sessions, lender.most_rows))
             else:
                 mode = CAPTURE if shape in self._ready else EAGER
                 self._ready.add(shape)
@@ -207,13 +211,17 @@ class DevicePass:
         return shape is not None and shape.recurs
 
     def _lender(self, shape: Shape) -> Shape | None:
-        """Whose graph runs passes of `shape`, which has none; the same on all ranks, which have the same."""
+        """Whose graph is to run a pass of `shape`, which has none. Rank 0 says so: graphs of an earlier ring
+        are still there on the others."""
+        if not self._lends or self._lent[shape] >= LENT_TIMES:
+            return None
         return cover(shape, (other for other, buffers in self._kept.items() if buffers.graph is not None))
 
     def _buffers(self, step: Step) -> Buffers:
         shape = self._bucket(step)
         if shape is not None and step.mode == LENT:
-            shape = self._lender(shape)
+            rows, sessions, most_rows = step.lender
+            shape = replace(shape, rows=rows, sessions=sessions, most_rows=most_rows, logit_rows=rows)
         return self._kept.make(exact_shape(step)) if shape is None else self._kept.of(shape)
 
     def _let_go(self, shape: Shape) -> None:

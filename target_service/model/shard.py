@@ -105,6 +105,7 @@ class ModelShard:
                     dtype=self.activation_dtype,
                     simulated=spec.simulated,
                     graphs=spec.cuda_graphs,
+                    lends=not spec.deterministic,
                 )
             else:
                 self._pass = HostPass(

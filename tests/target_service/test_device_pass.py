@@ -15,6 +15,7 @@ import torch
 
 from specbridge.channel.base import Projection
 from specbridge.rounds import SamplingParams
+from target_service import step_codec
 from target_service.model import device_pass, pass_buffers
 from target_service.model import shard as shard_module
 from target_service.model.device_pass import LENT_TIMES, DevicePass
@@ -367,6 +368,39 @@ def test_a_pass_without_a_graph_of_its_own_runs_by_a_larger_one_s(
         compare(pair, replace(step, read_logits=turn % 2 == 0))
         compare(pair, full(930 + turn))  # whose own replays are none the worse for it
     assert found == [LENT] * LENT_TIMES + [EAGER, CAPTURE, REPLAY]
+
+
+def test_rank_0_says_whose_graph_runs_a_lent_pass(
+    pair: tuple[Runner, Runner], recording: DevicePass
+) -> None:
+    """The others keep graphs of an earlier ring, that of the pass's own size among them."""
+    pages = prefilled(pair)
+    full = verify(pair, pages, RULES["greedy"], seed=960)
+    trees = [(ids(len(p), 960), p, c, own) for (p, c), own in zip(TREES[:2], pages, strict=False)]
+    fewer = with_rule(tm.tree_step(trees), RULES["greedy"])
+    for step in (full, fewer):
+        pair[0].warm_up([replace(step, slots=None, warms=True)])
+    small, large = recording._bucket(fewer), recording._bucket(full)
+    assert small is not None and large is not None and small != large
+    there = dict(recording._kept)
+    recording._kept[small].graph = None  # rank 0 has let it go
+    planned = recording.plan(fewer, recording._captured.taps, recording._captured.ring)
+    assert planned.mode == LENT
+    recording._kept[small].graph = there[large].graph  # another rank has not
+    told = step_codec.decode(step_codec.encode_step(planned))
+    assert told is not None and recording._buffers(told) is there[large]
+
+
+def test_where_rounding_must_not_vary_no_graph_is_lent(
+    pair: tuple[Runner, Runner], recording: DevicePass
+) -> None:
+    pages = prefilled(pair)
+    recording._lends = False
+    for turn in range(2):
+        compare(pair, verify(pair, pages, RULES["greedy"], seed=970 + turn))
+    trees = [(ids(len(p), 970), p, c, own) for (p, c), own in zip(TREES[:2], pages, strict=False)]
+    fewer = with_rule(tm.tree_step(trees), RULES["greedy"])
+    assert [modes(pair[0], fewer)] == [EAGER]
 
 
 def test_only_what_will_be_replayed_is_called_cold(

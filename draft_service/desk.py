@@ -115,6 +115,8 @@ class Desk:
         """Put proposals on the waiting list. One asked ahead of its rows is taken back by the session's next;
         it waits for as long as its round is verified, which only the gateway knows.
         """
+        for propose in proposes:
+            self._sessions.get(propose.session)  # asked for
         self._take_back({propose.session for propose in proposes})
         deadline = self._clock() + self._limits.propose_wait_s
         self._waiting.extend(
@@ -169,7 +171,7 @@ class Desk:
                 refused.setdefault(waiting.batch, []).append(self._error_result(waiting.propose, error))
                 continue
             if session is not None:
-                ready.append((_on_arrival(waiting, session) if waiting.ahead else waiting, session))
+                ready.append((waiting, session))
             elif now < waiting.deadline_s and self._may_still_come(waiting):
                 behind.append(waiting)
             else:
@@ -188,6 +190,7 @@ class Desk:
         self._waiting = behind
         if not ready:
             return
+        ready = [(_on_arrival(w, session) if w.ahead else w, session) for w, session in ready]
         try:
             self._propose(ready)
         except Exception as error:
@@ -228,7 +231,8 @@ class Desk:
         """The session if its context reaches exactly to the base; None if it is still shorter. Raises Stale
         and InvalidRequest.
         """
-        session = self._sessions.get(propose.session)
+        # A question may wait here for as long as its session lives: looking for its rows is no word of a peer.
+        session = self._sessions.peek(propose.session)
         if session is None:
             raise Stale(f"session {propose.session} is not open here: re-open it")
         if propose.on_arrival:
@@ -252,7 +256,7 @@ class Desk:
 
     def _may_still_come(self, waiting: Waiting) -> bool:
         """Whether waiting for a session's rows makes sense."""
-        session = self._sessions.get(waiting.propose.session)
+        session = self._sessions.peek(waiting.propose.session)
         return (
             session is not None
             and self._ingest.attached
@@ -372,8 +376,6 @@ class Desk:
 def _on_arrival(waiting: Waiting, session: Session) -> Waiting:
     """A question asked ahead as it would be asked now that its rows are here."""
     propose = waiting.propose
-    if not propose.on_arrival:  # it is so already, and has waited for others
-        return waiting
     arrived = session.arrived_behind(propose.base)
     assert arrived is not None
     resolved = replace(propose, base=arrived.end, anchor=arrived.anchor, on_arrival=False)

@@ -153,11 +153,15 @@ class SessionTable:
 
     def get(self, key: SessionKey) -> Session | None:
         """The session of exactly this incarnation."""
-        session = self._sessions.get((key.gateway, key.number))
-        if session is None or session.key != key:
-            return None
-        session.asked = True
+        session = self.peek(key)
+        if session is not None:
+            session.asked = True
         return session
+
+    def peek(self, key: SessionKey) -> Session | None:
+        """The same, although nobody has asked for it."""
+        session = self._sessions.get((key.gateway, key.number))
+        return session if session is not None and session.key == key else None
 
     def any_incarnation(self, key: SessionKey) -> Session | None:
         return self._sessions.get((key.gateway, key.number))

@@ -8,6 +8,7 @@ again for rows that stay away. Does not own what a round may ask for (budget) no
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Protocol
@@ -94,9 +95,11 @@ class Ahead:
     async def gather(
         self, proposes: Sequence[Propose], timeout_s: float, *, meanwhile: Callable[[], None]
     ) -> Answers:
-        """The answers to `proposes`: those asked ahead as they come, the others by asking now; `meanwhile` is
-        called when that has been sent.
+        """The answers to `proposes` that come within `timeout_s`: those asked ahead as they come, the others
+        by asking now; `meanwhile` is called when that has been sent.
         """
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + timeout_s
         expected = [p for p in proposes if self.covers(p.session, p.base)]
         exchange, self._exchange = self._exchange, None
         keys = {p.session for p in expected}
@@ -108,17 +111,19 @@ class Ahead:
             if expected and (exchange.missing or exchange.failure):
                 await self._link.wait(exchange, timeout_s * PATIENCE)
             self._link.forget(exchange)
-            # A tree for another place would be one for rows that were not all there.
-            for propose in expected:
-                result = exchange.results.get(propose.session)
-                if result is not None and not _answers(result, propose):
-                    del exchange.results[propose.session]
-            self._add(answers, exchange)
+            if expected:
+                # A tree for another place would be one for rows that were not all there.
+                exchange.results = {
+                    p.session: exchange.results[p.session]
+                    for p in expected
+                    if p.session in exchange.results and _answers(exchange.results[p.session], p)
+                }
+                self._add(answers, exchange)
             late = self._ask(p for p in expected if p.session not in exchange.results)
             if late is not None:
-                await self._wait(answers, late, timeout_s)
+                await self._wait(answers, late, max(0.0, deadline - clock()))
         if now is not None:
-            await self._wait(answers, now, timeout_s)
+            await self._wait(answers, now, max(0.0, deadline - clock()))
         self._bases = {}
         return answers
 

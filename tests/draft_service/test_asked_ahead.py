@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from draft_bench import PATIENCE_S, Bench, FakeInfo, key, same, text
+from draft_bench import PATIENCE_S, Bench, FakeChunk, FakeInfo, key, same, text
 
 from specbridge.errors import NotReady
 from specbridge.rounds import DraftReply, DraftResultKind, Propose
@@ -179,3 +179,35 @@ def test_nobody_is_waited_for_once_all_are_taken_back(bench: Make) -> None:
     assert {r.kind for r in b.results(2)} == {DraftResultKind.RELEASED}
     b.settle()
     assert desk.waiting == 0 and desk.next_deadline() is None
+
+
+def test_rows_that_follow_while_others_are_waited_for_are_no_error(bench: Make) -> None:
+    b = bench()
+    one, two = text(54, 60), text(55, 60)
+    begin(b, 1, one)
+    begin(b, 2, two)
+    ask_ahead(b, 10, 1, 2)
+    b.settle()
+
+    def come() -> None:
+        engine = b.engine
+        for first, stop in ((10, 12), (12, 13)):
+            chunk = FakeChunk(
+                next(b.ids), key(1), first, stop - first, tuple(one[first:stop]), one[stop],
+                b.states(one[:stop], b.drafter.config.feature_size)[first:],
+            )  # fmt: skip
+            engine._take_chunk(chunk)
+            engine._desk.serve()
+
+    b.engine.call(come)
+    (result,) = b.results(1)
+    assert (result.kind, result.base, result.anchor) == (DraftResultKind.PROPOSED, 13, one[13])
+    same(result.tree, b.expected(one, 13))
+
+
+def test_a_question_that_waits_keeps_no_session_alive(bench: Make) -> None:
+    b = bench(idle_lease_s=0.2)
+    begin(b, 1, text(56, 60))
+    ask_ahead(b, 10, 1)
+    b.until(lambda: len(b.engine._sessions) == 0)
+    assert b.engine._desk.waiting == 0

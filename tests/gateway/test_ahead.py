@@ -127,6 +127,23 @@ def test_rows_that_stay_away_end_in_the_ordinary_question() -> None:
     assert len(draft.now) > 2 and not draft.resets and left <= 1
 
 
+class Hanging(Losing):
+    """Dead from one of its rounds on."""
+
+    def rows(self, key: SessionKey, first: int, tokens: Sequence[int], anchor: int) -> None:
+        self.hang = self.came >= self.lost
+        super().rows(key, first, tokens, anchor)
+
+
+def test_a_dead_draft_is_waited_for_no_longer_than_ever() -> None:
+    draft = Hanging(oracle, lost=3)
+    target, _ = services(draft)
+    observer, _ = run(target, draft, requests(1), draft_timeout=0.4)
+    assert observer.fallbacks["draft_timeout"] == 1
+    longest = max(r.draft_wait_s for r in observer.rounds)
+    assert 0.39 <= longest < 0.55
+
+
 class Slow(Watched):
     """A pass takes longer than the gateway waits for what it asked ahead; one thread does all, in turn."""
 

@@ -231,7 +231,7 @@ class Desk:
         """The session if its context reaches exactly to the base; None if it is still shorter. Raises Stale
         and InvalidRequest.
         """
-        # A question may wait here for as long as its session lives: looking for its rows is no word of a peer.
+        # A question may wait as long as its session lives: looking for its rows is no word of a peer.
         session = self._sessions.peek(propose.session)
         if session is None:
             raise Stale(f"session {propose.session} is not open here: re-open it")

@@ -370,9 +370,7 @@ def test_a_pass_without_a_graph_of_its_own_runs_by_a_larger_one_s(
     assert found == [LENT] * LENT_TIMES + [EAGER, CAPTURE, REPLAY]
 
 
-def test_rank_0_says_whose_graph_runs_a_lent_pass(
-    pair: tuple[Runner, Runner], recording: DevicePass
-) -> None:
+def test_rank_0_says_whose_graph_runs_a_lent_pass(pair: tuple[Runner, Runner], recording: DevicePass) -> None:
     """The others keep graphs of an earlier ring, that of the pass's own size among them."""
     pages = prefilled(pair)
     full = verify(pair, pages, RULES["greedy"], seed=960)

@@ -203,7 +203,9 @@ class Desk:
         """Draft for sessions whose rows have come and whose proposals will, in a moment. False: nothing to
         do.
         """
-        if not self._fresh or any(not waiting.ahead for waiting in self._waiting):
+        if not self._fresh or self._coalesce_until is not None:
+            return False
+        if any(not waiting.ahead for waiting in self._waiting):
             return False
         now = self._clock()
         for session in self._sessions:
@@ -352,7 +354,12 @@ class Desk:
         session.behind_since = session.fresh_anchor = None
         if tree.tokens:
             session.proposed = Drafted(
-                drafted.base, drafted.anchor, len(tree), drafted.max_depth, tree, self._clock()
+                drafted.base,
+                drafted.anchor,
+                min(drafted.max_nodes, propose.max_nodes),
+                drafted.max_depth,
+                tree,
+                self._clock(),
             )
             session.awaiting = True
         return DraftResult(session.key, DraftResultKind.PROPOSED, propose.base, tree, anchor=propose.anchor)

@@ -198,7 +198,7 @@ class RoundRecord:
 
     @property
     def cold(self) -> bool:
-        """Its verify pass was the first of its size: no measure of what such rounds take."""
+        """Its verify pass was one of the first two of its size: no measure of what such rounds take."""
         return self.target_timings is not None and self.target_timings.cold
 
     @property

@@ -141,7 +141,8 @@ class RoundRunner:
         )
         self._unbooked.append(record)
         self._policy.observe(record, outcomes)
-        self._cohorts.observe(record, verify_seconds(record))
+        if not record.cold:  # its time would speak for, or against, the number of cohorts it ran with
+            self._cohorts.observe(record, verify_seconds(record))
 
     async def _draft(self, cohort: Cohort) -> tuple[list[Entry], DraftPhase]:
         """The draft half of a round, for the sessions that run now."""

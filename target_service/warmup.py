@@ -20,6 +20,7 @@ from target_service.step import Segment, Step, StepOutput
 WIDE_NS = 50_000_000
 """Passes of more rows than two trees are measured until one takes longer than this."""
 COVERING_ROWS = (136, 264, 384, 512, 768, 1152, 1664)
+"""Rows of passes whose graphs run others': each holds all sizes from two thirds of it, or 128 rows less."""
 WARM_ROWS = 320
 """Passes of many sessions' trees are run beforehand up to so many rows; larger ones when they first occur."""
 
@@ -184,6 +185,8 @@ def covering_steps(limits: Limits) -> list[Step]:
             if sessions > _together(limits) or total > limits.max_verify_rows or each < 1:
                 continue
             rows = [largest, *[min(each, largest)] * (sessions - 1)]
+            if any(sum(rows) == step.tokens.numel() for step in steps):
+                continue  # no more fit into so few sessions
             steps.append(_join([scratch_step(n, limits.page_size - 2, limits.page_size) for n in rows]))
     return steps
 

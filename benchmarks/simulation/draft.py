@@ -220,8 +220,10 @@ class SimDraft(Service[DraftRequest]):
                 if session.anchored_end == session.end > base:
                     here = replace(waiting.propose, base=session.end, on_arrival=False)
                     ready.append((replace(waiting, propose=here, arrived=session.arrived), session))
-                else:
+                elif session.recapture_at is None:
                     behind.append(waiting)
+                else:
+                    self._not_ready(waiting, session)
             elif session is None or session.key != key or base < session.end:
                 self._refuse(waiting, Stale(f"base {base} of {key}"))
             elif base == session.end:

@@ -138,10 +138,10 @@ class Hanging(Losing):
 def test_a_dead_draft_is_waited_for_no_longer_than_ever() -> None:
     draft = Hanging(oracle, lost=3)
     target, _ = services(draft)
-    observer, _ = run(target, draft, requests(1), draft_timeout=0.4)
+    observer, _ = run(target, draft, requests(1), draft_timeout=2.0)
     assert observer.fallbacks["draft_timeout"] == 1
     longest = max(r.draft_wait_s for r in observer.rounds)
-    assert 0.39 <= longest < 0.55
+    assert 1.9 <= longest < 2.8  # one time-out, not one after the other
 
 
 class Slow(Watched):

@@ -181,7 +181,8 @@ def test_a_killed_draft_sets_off_its_alert_until_it_is_back(simulated: RunningSt
         wait_for(lambda: "SpecBridgeDraftDown" in alerts_of(prometheus), 30, "the alert of the killed draft")
         wait_for(lambda: "SpecBridgeDraftDown" not in alerts_of(prometheus), 90, "the alert's end")
         wait_for(simulated.draft_connected, 20, "a stream to the draft")
-    assert alerts_of(prometheus) - TIMED == set()
+        # The channel is attached again a moment after the stream is there, on a busy machine some moments.
+        wait_for(lambda: not alerts_of(prometheus) - TIMED, 60, "the end of the other alerts")
 
 
 @pytest.mark.parametrize("service", SERVICES)

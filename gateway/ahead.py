@@ -14,7 +14,6 @@ from dataclasses import dataclass, fields
 from typing import Protocol
 
 from gateway.budget import depth_limit
-from gateway.limits import SchedulerLimits
 from gateway.link import DraftLink, Exchange
 from gateway.session import Session
 from specbridge.rounds import DraftResult, DraftResultKind, DraftTimings, Propose, SessionKey
@@ -55,9 +54,8 @@ class Answers:
 class Ahead:
     """One per scheduler. What was asked ahead is good for the round that follows, and forgotten then."""
 
-    def __init__(self, link: DraftLink, limits: SchedulerLimits) -> None:
+    def __init__(self, link: DraftLink) -> None:
         self._link = link
-        self._limits = limits
         self._exchange: DraftExchange | None = None
         self._bases: dict[SessionKey, int] = {}
 

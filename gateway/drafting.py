@@ -87,7 +87,7 @@ class Drafting(Standing):
         )
         self._flush = flush
         self._pending: dict[int, DraftExchange] = {}
-        self._ahead = Ahead(link, limits) if link is not None else None
+        self._ahead = Ahead(link) if link is not None else None
 
     # ---- a round ----------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """What a round costs outside of draft and target, through a whole stack with a tiny model.
 
-    python -m benchmarks.stack_round [--streams 1 32] [--tokens 200] [--flags draft-eager=false]
+    python -m benchmarks.stack_round [--streams 1 32] [--tokens 200] [--flags no-eager]
 
 Target and draft are real processes with made-up weights (3 layers of 128; acceptance simulated, so that trees
 are of use), small enough for two cores to be idle most of the time. Columns are medians of the gateway's own

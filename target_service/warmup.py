@@ -179,15 +179,15 @@ def covering_steps(limits: Limits) -> list[Step]:
     of their own yet are run by theirs (model.packing.cover)."""
     steps: list[Step] = []
     largest = min(65, limits.max_tree_nodes + 1)
-    for total in COVERING_ROWS:
-        for sessions in (8, 32):
+    for sessions in (8, 32):
+        for total in COVERING_ROWS:
             each = (total - largest) // (sessions - 1)
             if sessions > _together(limits) or total > limits.max_verify_rows or each < 1:
                 continue
             rows = [largest, *[min(each, largest)] * (sessions - 1)]
-            if any(sum(rows) == step.tokens.numel() for step in steps):
-                continue  # no more fit into so few sessions
             steps.append(_join([scratch_step(n, limits.page_size - 2, limits.page_size) for n in rows]))
+            if each >= largest:
+                break  # no more fit into so few sessions
     return steps
 
 
